@@ -1,0 +1,39 @@
+"""Distribution "fairtrain". `configs/` stands at the top of the repository and is installed as `trainer.configs`."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="fairtrain",
+    version="0.1.0",
+    description="A fairseq-style trainer whose runs continue exactly: kill it anywhere, continue it anywhere.",
+    long_description=open("README.md", encoding="utf-8").read() if __import__("os").path.exists("README.md") else "",
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    py_modules=["checkpoint_file", "checkpoint_utils", "distributed_utils"],
+    packages=find_packages(include=["trainer", "trainer.*"]) + ["trainer.configs"],
+    package_dir={"trainer.configs": "configs"},
+    package_data={"trainer.configs": ["*.yaml", "*/*.yaml"]},
+    install_requires=[
+        "torch>=2.6",
+        "hydra-core>=1.3",
+        "omegaconf>=2.3",
+        "numpy>=1.24",
+        "rich>=13",
+        "isal>=1.7",  # CRC-32 of checkpoints at the speed of memory
+    ],
+    extras_require={
+        "digits": ["scikit-learn>=1.3", "pillow>=10"],
+        "images": ["pillow>=10"],
+        "tensorboard": ["tensorboard>=2.14"],
+        "wandb": ["wandb>=0.16"],
+        "test": ["pytest>=8", "hypothesis>=6", "psutil>=5"],
+    },
+    entry_points={
+        "console_scripts": [
+            "fairtrain=trainer.cli:main",
+            "fairtrain-sample=trainer.tasks.sample:main",
+            "fairtrain-plot=trainer.plot:main",
+        ]
+    },
+)

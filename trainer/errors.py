@@ -1,0 +1,26 @@
+"""The errors that a person at the terminal meets, and the exit status each stands for.
+
+    ValueError
+      ConfigError         bad input, found before the first update                 status 2
+    ArithmeticError
+      NonFiniteError      a loss, gradient or parameter that is not finite         status 1
+
+Checkpoint errors are checkpoint_file's, errors of peers are distributed_utils', dataset errors are data's.
+"""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """Settings or input that cannot work. The message says what is wrong and which override mends it."""
+
+
+class NonFiniteError(ArithmeticError):
+    """Training met a number that is not finite, at `num_updates`, on `rank`; `what` names the loss or parameter."""
+
+    def __init__(self, what: str, num_updates: int, rank: int, micro_batch: int | None = None, hint: str = "") -> None:
+        self.what, self.num_updates, self.rank, self.micro_batch = what, num_updates, rank, micro_batch
+        place = f"update {num_updates}, rank {rank}"
+        if micro_batch is not None:
+            place += f", micro-batch {micro_batch}"
+        super().__init__(f"{what} is not finite ({place}).{' ' + hint if hint else ''}")
