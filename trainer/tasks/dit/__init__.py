@@ -1,0 +1,1 @@
+"""Diffusion transformers: the model, the diffusion process, the criterion, and the tasks that train on images."""
