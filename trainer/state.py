@@ -1,0 +1,251 @@
+"""How a saved state and the objects that were built are compared, and what a load reports.
+
+Owns: the errors of a state that does not fit, the plan of which saved tensor goes where.
+Must not know: files (tensors of a saved state have shape and dtype, their bytes come by the `copy` that is given).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+import distributed_utils
+
+# Keys of extra_state that are the Trainer's; all others are the caller's and come back from a load.
+OWN_EXTRA_STATE = frozenset(
+    {
+        "train_iterator",
+        "metrics",
+        "best",
+        "val_loss",
+        "patience",
+        "validated_at",
+        "scaler",
+        "num_threads",
+        "previous_training_time",
+        "ema",
+    }
+)
+
+
+class StateError(RuntimeError):
+    """A checkpoint is readable, but it is not of what this run builds. Bad input: status 2."""
+
+    is_user_error = True
+    exit_status = 2
+
+
+class ModelMismatchError(StateError):
+    """Names or shapes of the saved `part` ("model", "criterion") differ from those that were built."""
+
+    def __init__(
+        self, path: str, part: str, missing: list[str], unexpected: list[str], shapes: list[str], hint: str = ""
+    ) -> None:
+        self.path, self.part, self.missing, self.unexpected, self.shapes = path, part, missing, unexpected, shapes
+        lines = [f"{path}: its {part} does not fit the {part} of this run"]
+        for title, names in (("missing in the file", missing), ("unexpected", unexpected), ("other shape", shapes)):
+            if names:
+                lines.append(f"  {title} ({len(names)}): {_first(names)}")
+        super().__init__("\n".join(lines + ([f"  {hint}"] if hint else [])))
+
+
+class ClassMismatchError(StateError):
+    """The checkpoint was saved with another class of `kind` than this run builds."""
+
+    def __init__(self, path: str, num_updates: int, kind: str, saved: str, built: str, override: str) -> None:
+        self.path, self.num_updates, self.kind, self.saved, self.built, self.override = (
+            path,
+            num_updates,
+            kind,
+            saved,
+            built,
+            override,
+        )
+        super().__init__(
+            f"{path} (update {num_updates}): saved with {kind} {saved}, this run builds {built}. "
+            f"To go on without what was saved of it, add: {override}"
+        )
+
+
+class TaskStateError(RuntimeError):
+    """`task_state_dict()` differs between ranks, so no file can hold it."""
+
+    is_user_error = True
+
+
+@dataclass
+class LoadReport:
+    """What a load did, for the table that a resume prints."""
+
+    path: str
+    num_updates: int = 0
+    restored: list[str] = field(default_factory=list)
+    reset: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    saved_cfg: dict = field(default_factory=dict)
+
+    def add_optimizer(self, report: Any) -> None:
+        """Take over what optim.restore_optimizer_state says of parameters without a match."""
+        self.restored.append("optimizer")
+        self.fresh += [f"optimizer state of {name}" for name in report.fresh]
+        self.dropped += [f"optimizer state of {name}" for name in report.dropped]
+
+
+def _first(names: list[str], count: int = 10) -> str:
+    return ", ".join(names[:count]) + (f", and {len(names) - count} more" if len(names) > count else "")
+
+
+# ---- classes ----
+
+
+def class_names(criterion: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, str | None]:
+    """The names by which a checkpoint remembers its classes; a task without a criterion has None."""
+    return {
+        "criterion_name": type(criterion).__name__ if criterion is not None else None,
+        "optimizer_name": type(optimizer).__name__,
+        "lr_scheduler_name": _scheduler_name(lr_scheduler),
+    }
+
+
+def _scheduler_name(lr_scheduler: Any) -> str:
+    return getattr(lr_scheduler, "name", None) or type(lr_scheduler).__name__
+
+
+def same_classes(one: Mapping, other: Mapping) -> bool:
+    return all(one.get(key) == other.get(key) for key in ("criterion_name", "optimizer_name", "lr_scheduler_name"))
+
+
+def check_classes(
+    entry: Mapping,
+    criterion: Any,
+    optimizer: Any,
+    lr_scheduler: Any,
+    path: str,
+    reset_optimizer: bool,
+    reset_lr_scheduler: bool,
+) -> None:
+    """Raise ClassMismatchError if the last entry of optimizer_history names other classes than were built."""
+    built = class_names(criterion, optimizer, lr_scheduler)
+    checks = [
+        ("criterion", "criterion_name", reset_optimizer, "checkpoint.reset_optimizer=true"),
+        ("optimizer", "optimizer_name", reset_optimizer, "checkpoint.reset_optimizer=true"),
+        ("lr scheduler", "lr_scheduler_name", reset_lr_scheduler, "checkpoint.reset_lr_scheduler=true"),
+    ]
+    for kind, key, is_reset, override in checks:
+        saved = entry.get(key)
+        if saved is None or built[key] is None or saved == built[key] or is_reset:
+            continue
+        raise ClassMismatchError(path, int(entry.get("num_updates", 0)), kind, saved, built[key], override)
+
+
+# ---- modules ----
+
+
+def plan_module(module: nn.Module, saved: Mapping[str, Any], path: str, part: str) -> list[tuple[Any, Tensor]]:
+    """Pairs (saved tensor, tensor of `module`) that fill all of it. Buffers take the shape that was saved.
+
+    Raises: ModelMismatchError with all missing, unexpected and differently shaped names at once.
+    """
+    _make_room_for_buffers(module, saved)
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in saved.items() if hasattr(value, "shape")}
+    missing = [name for name in own if name not in tensors]
+    unexpected = [name for name in tensors if name not in own]
+    shapes = [
+        f"{name} (file {list(tensors[name].shape)}, here {list(own[name].shape)})"
+        for name in own
+        if name in tensors and tuple(tensors[name].shape) != tuple(own[name].shape)
+    ]
+    if missing or unexpected or shapes:
+        raise ModelMismatchError(path, part, missing, unexpected, shapes, _hint(missing, unexpected))
+    return [(tensors[name], own[name]) for name in own]
+
+
+def _make_room_for_buffers(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Persistent buffers that grew, or that a fresh module does not have yet, become empty ones of the saved shape."""
+    modules = dict(module.named_modules())
+    for name, value in saved.items():
+        prefix, _, leaf = name.rpartition(".")
+        owner = modules.get(prefix)
+        if owner is None or leaf not in owner._buffers or not hasattr(value, "shape"):
+            continue
+        buffer = owner._buffers[leaf]
+        if buffer is None or tuple(buffer.shape) != tuple(value.shape):
+            device = buffer.device if buffer is not None else _device_of(module)
+            owner._buffers[leaf] = torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _hint(missing: list[str], unexpected: list[str]) -> str:
+    """The prefix that would make the names fit, if there is one."""
+    if not missing or not unexpected:
+        return ""
+    for name in unexpected[:5]:
+        for wanted in missing:
+            if name.endswith("." + wanted):
+                prefix = name[: -len(wanted)]
+                if all(prefix + other in set(unexpected) for other in missing):
+                    return f"Without the prefix {prefix!r} the names of the file would fit: remove it in upgrade_state_dict()."
+            if wanted.endswith("." + name):
+                prefix = wanted[: -len(name)]
+                if all(prefix + other in set(missing) for other in unexpected):
+                    return f"With the prefix {prefix!r} the names of the file would fit: add it in upgrade_state_dict()."
+    return ""
+
+
+def load_module_extras(module: nn.Module, saved: Mapping[str, Any], materialize: Any) -> None:
+    """Hand non-tensor state (torch's `set_extra_state`) back to the submodules that gave it."""
+    for name, submodule in module.named_modules():
+        key = f"{name}._extra_state" if name else "_extra_state"
+        if key in saved and not hasattr(saved[key], "shape"):
+            submodule.set_extra_state(materialize(saved[key]))
+
+
+def first_non_finite(named_parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first parameter that holds a NaN or an infinity; reads each parameter once."""
+    named = [(name, p.detach()) for name, p in named_parameters if p.is_floating_point() and p.numel()]
+    if not named:
+        return None
+    # The largest magnitude of each is finite exactly if all of it is, and is one pass without a temporary.
+    norms = torch._foreach_norm([p for _, p in named], float("inf"))
+    if torch.isfinite(torch.stack([norm.float() for norm in norms])).all():
+        return None
+    return next(name for (name, _), norm in zip(named, norms) if not torch.isfinite(norm))
+
+
+# ---- task state ----
+
+
+def check_task_state(task_state: Any, group: Any) -> None:
+    """Raise TaskStateError on all ranks unless every rank has the same task state (the file holds rank 0's)."""
+    if distributed_utils.get_world_size(group) == 1:
+        return
+    digests = distributed_utils.all_gather_list(_digests(task_state), group)
+    for rank, other in enumerate(digests):
+        different = sorted(k for k in digests[0].keys() | other.keys() if digests[0].get(k) != other.get(k))
+        if different:
+            raise TaskStateError(
+                f"task_state_dict() of rank {rank} differs from rank 0's at {_first(different)}: "
+                "it must be equal on all ranks"
+            )
+
+
+def _digests(value: Any, path: str = "task_state") -> dict[str, str]:
+    if isinstance(value, Mapping):
+        return {k: d for key, item in value.items() for k, d in _digests(item, f"{path}.{key}").items()}
+    if isinstance(value, (list, tuple)):
+        return {k: d for i, item in enumerate(value) for k, d in _digests(item, f"{path}[{i}]").items()}
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous()
+        content = repr((data.dtype, data.shape)).encode() + data.reshape(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        content = f"{type(value).__name__}:{value!r}".encode()
+    return {path: hashlib.blake2b(content, digest_size=16).hexdigest()}

@@ -1,0 +1,350 @@
+"""The run of one rank: epochs, validation, when to save and when to stop.
+
+    prepare:   Trainer, run folder, checkpoint, log
+    repeat:    for each update of the epoch
+                   train_step
+                   between updates: validate? end of the epoch? save? stop?
+    at the end: after_train
+
+Decisions are functions of the position (epoch, num_updates, end of the epoch?) and of what was done at it before, so
+a run that was stopped between an update and the work that follows it does that work first when it continues.
+Must not know: Hydra, how the ranks were started.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Sequence
+
+from omegaconf import DictConfig
+
+import checkpoint_utils
+import distributed_utils
+from trainer import run_folder
+from trainer.config import config_differences, get_target, to_plain
+from trainer.errors import ConfigError
+from trainer.logs import RunLog, setup_logging
+from trainer.preemption import StopRequest
+from trainer.progress import Progress
+from trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+DONE, START_ME_AGAIN = 0, 75
+
+
+def main(cfg: DictConfig, typed: Sequence[str] = ()) -> int:
+    """Run this rank to its end. Returns the exit status: 0 done, 75 stopped by a request with a checkpoint saved.
+
+    Args:
+        cfg: a complete config (trainer.config.complete_config).
+        typed: the overrides of the command line, to tell them from defaults in the report of a resume.
+    Raises: ConfigError, CheckpointError and StateError for bad input before the first update; whatever goes wrong later.
+    """
+    with StopRequest() as requests:
+        run = Run(cfg, typed, requests)
+        try:
+            run.prepare()
+            return run.train()
+        finally:
+            run.close()
+
+
+def validation_due(dataset_cfg: Any, epoch: int, num_updates: int, end_of_epoch: bool, is_end: bool) -> bool:
+    """Whether to validate after this update: each `validate_interval` epochs or `validate_interval_updates`, at the end."""
+    interval, epochs = dataset_cfg.validate_interval_updates, dataset_cfg.validate_interval
+    return (
+        is_end
+        or (interval > 0 and num_updates > 0 and num_updates % interval == 0)
+        or (end_of_epoch and epochs > 0 and epoch % epochs == 0)
+    )
+
+
+def save_due(checkpoint_cfg: Any, epoch: int, num_updates: int, end_of_epoch: bool, is_end: bool) -> bool:
+    """Whether to save after this update: each `save_interval` epochs or `save_interval_updates`, at the end."""
+    interval, epochs = checkpoint_cfg.save_interval_updates, checkpoint_cfg.save_interval
+    return (
+        is_end
+        or (interval > 0 and num_updates > 0 and num_updates % interval == 0)
+        or (end_of_epoch and epochs > 0 and epoch % epochs == 0)
+    )
+
+
+class Run:
+    """One session of a run on one rank."""
+
+    def __init__(self, cfg: DictConfig, typed: Sequence[str], requests: StopRequest) -> None:
+        self.cfg, self.typed, self.requests = cfg, list(typed), requests
+        self.is_master = distributed_utils.is_master()
+        self.subsets = [name.strip() for name in (cfg.dataset.valid_subset or "").split(",") if name.strip()]
+        self.log: RunLog | None = None
+        self.progress: Progress | None = None
+        self.folder: Any = None
+        self._log_interval = cfg.common.log_interval
+
+    # ---- prepare: all that can be refused is refused here ----
+
+    def prepare(self) -> None:
+        cfg = self.cfg
+        logs = setup_logging(cfg.run_dir, distributed_utils.get_rank(), cfg.common.log_format)
+        self.trainer = get_target(cfg.task, Trainer)(cfg)
+        self.trainer.requests = self.requests
+        self.trainer.get_train_iterator(1)
+        for subset in self.subsets:
+            self.trainer.dataset(subset)
+        self.folder = run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed)
+        extra_state, self.itr = checkpoint_utils.load_checkpoint(cfg.checkpoint, self.trainer)
+        self._check_metric()
+        logs.open_file()
+        self.folder.write_config()
+        self.log = self.trainer.log = RunLog(cfg.run_dir, cfg.common, self.is_master, run_id=self.trainer.run_id)
+        num_updates = self.trainer.get_num_updates()
+        self.log.cut_after(num_updates)
+        self._report_start(extra_state)
+        self.progress = Progress(cfg, self.trainer, self.itr, enabled=self.is_master)
+
+    def _check_metric(self) -> None:
+        """A trial validation of one batch: the metric that ranks checkpoints must be among what validation gives."""
+        checkpoint = self.cfg.checkpoint
+        if not self.subsets or (checkpoint.no_save and checkpoint.patience <= 0):
+            return
+        stats = self.trainer.validate(self.subsets[0], max_batches=1)
+        metric = checkpoint.best_checkpoint_metric
+        if stats and metric not in stats:
+            raise ConfigError(
+                f"checkpoint.best_checkpoint_metric={metric} is not among the metrics of {self.subsets[0]}: "
+                f"{', '.join(sorted(stats))}"
+            )
+
+    def _report_start(self, extra_state: dict | None) -> None:
+        """Say what the run starts from, and after a resume what was restored, reset and changed."""
+        report = self.trainer.load_report
+        if report is None:
+            logger.info("fresh run in %s", self.cfg.run_dir)
+            return
+        typed = {override.split("=", 1)[0].lstrip("+~") for override in self.typed}
+        changed = [
+            {"key": key, "saved": saved, "now": now, "from": "typed" if key in typed else "config"}
+            for key, saved, now in config_differences(report.saved_cfg, to_plain(self.cfg))
+        ]
+        kind = "continue" if extra_state is not None else "finetune"
+        lines = [f"{kind} from {report.path} (update {report.num_updates}, epoch {self.itr.epoch})"]
+        for title, names in (
+            ("restored", report.restored),
+            ("reset", report.reset),
+            ("fresh", report.fresh),
+            ("dropped", report.dropped),
+        ):
+            if names:
+                lines.append(f"  {title}: {', '.join(names)}")
+        lines += [f"  {c['key']}: saved {c['saved']!r}, now {c['now']!r} ({c['from']})" for c in changed]
+        logger.info("\n".join(lines))
+        self.log.event(
+            "resume",
+            path=report.path,
+            num_updates=self.trainer.get_num_updates(),
+            restored=report.restored,
+            reset=report.reset,
+            fresh=report.fresh,
+            dropped=report.dropped,
+            changed=changed,
+        )
+
+    # ---- train ----
+
+    def train(self) -> int:
+        """Epoch after epoch until a limit is reached or somebody asks to stop."""
+        reason = self._end_reason()
+        if reason is not None and not self._work_is_owed(reason):
+            return self._already_finished(reason)
+        self._set_time_limit()
+        while True:
+            status = self._train_epoch()
+            if status is not None:
+                return status
+
+    def _train_epoch(self) -> int | None:
+        trainer = self.trainer
+        trainer.begin_epoch(self.itr.next_epoch_idx)
+        if self._work_is_owed(self._end_reason()):
+            status = self._between_updates()
+            if status is not None:
+                return status
+        for samples in self.itr.next_epoch_itr():
+            try:
+                stats = trainer.train_step(samples)
+            except ArithmeticError as error:
+                self._add_samples(error)
+                raise
+            if stats is not None:
+                self._log_update(stats)
+            status = self._between_updates(stepped=stats is not None)
+            if status is not None:
+                return status
+        return None
+
+    def _add_samples(self, error: ArithmeticError) -> None:
+        """The Trainer knows the micro-batch that went bad, the iterator which samples were in it."""
+        micro_batch = getattr(error, "micro_batch", None)
+        if micro_batch is not None and self.itr.last_indices:
+            indices = list(self.itr.last_indices[micro_batch])
+            shown = ", ".join(map(str, indices[:16])) + (", …" if len(indices) > 16 else "")
+            error.args = (f"{error} Epoch {self.itr.epoch}, samples of that batch: {shown}.",)
+
+    def _log_update(self, stats: dict[str, float]) -> None:
+        num_updates = self.trainer.get_num_updates()
+        if num_updates % self._log_interval == 0 or num_updates == 1:
+            self.log.train(
+                {
+                    "epoch": self.itr.epoch,
+                    "num_updates": num_updates,
+                    **stats,
+                    "wall": self.trainer.cumulative_training_time(),
+                }
+            )
+        self.progress.update(num_updates, self.itr.epoch, stats)
+
+    def _between_updates(self, stepped: bool = True) -> int | None:
+        """The work between two updates. Returns the exit status where the session ends here, else None."""
+        trainer, itr, cfg = self.trainer, self.itr, self.cfg
+        epoch, num_updates, end_of_epoch = itr.epoch, trainer.get_num_updates(), itr.end_of_epoch()
+        reason = self._end_reason()
+        if trainer.stop_requested:
+            if reason is None and not self._time_is_up():
+                return self._stop()
+            reason = reason or f"optimization.stop_time_hours={cfg.optimization.stop_time_hours}"
+        if not (stepped or end_of_epoch):
+            return None
+        val_loss = None
+        if self.subsets and trainer.validated_at != num_updates:
+            if validation_due(cfg.dataset, epoch, num_updates, end_of_epoch, reason is not None):
+                val_loss = self._validate()
+                reason = reason or self._patience_reason()
+        if end_of_epoch:
+            self._end_epoch(epoch, val_loss)
+        if trainer.save_requested or save_due(cfg.checkpoint, epoch, num_updates, end_of_epoch, reason is not None):
+            self._save(val_loss)
+        return self._finish(reason) if reason is not None else None
+
+    def _work_is_owed(self, reason: str | None) -> bool:
+        """Whether the run was stopped between the update it stands at and the work that follows that update."""
+        num_updates, itr = self.trainer.get_num_updates(), self.itr
+        if num_updates == 0:
+            return False
+        if itr.end_of_epoch():
+            return True
+        due = validation_due(self.cfg.dataset, itr.epoch, num_updates, False, reason is not None)
+        return bool(self.subsets) and due and self.trainer.validated_at != num_updates
+
+    def _end_epoch(self, epoch: int, val_loss: float | None) -> None:
+        trainer = self.trainer
+        trainer.lr_step(epoch, val_loss)
+        meter = trainer.meter
+        if meter.num_updates:
+            stats = trainer.reduce_metrics([{**meter.sums, "sample_size": meter.sample_size}])
+            self.log.event("epoch", epoch=epoch, num_updates=trainer.get_num_updates(), **stats)
+        meter.reset()
+        self.itr.finish_epoch()
+
+    # ---- validate and save ----
+
+    def _validate(self) -> float | None:
+        """Validate all subsets; the score is the first one's best_checkpoint_metric, None where there is none."""
+        trainer, num_updates = self.trainer, self.trainer.get_num_updates()
+        all_stats: dict[str, float] = {}
+        score = None
+        for i, subset in enumerate(self.subsets):
+            stats = trainer.validate(subset)
+            if not stats:
+                logger.warning("validation subset %s has no samples: no metrics from it", subset)
+            self.log.valid(subset, {"epoch": self.itr.epoch, "num_updates": num_updates, **stats})
+            all_stats.update({(f"{subset}_{name}" if i else name): value for name, value in stats.items()})
+            if i == 0:
+                score = stats.get(self.cfg.checkpoint.best_checkpoint_metric)
+        trainer.validated_at = num_updates
+        if score is not None and not math.isfinite(score):
+            logger.warning("%s is %s: not ranked", self.cfg.checkpoint.best_checkpoint_metric, score)
+        trainer.best.update(score, num_updates)
+        self.progress.validated(all_stats)
+        trainer.after_validate(all_stats)
+        return score
+
+    def _save(self, val_loss: float | None, stopping: bool = False) -> bool:
+        """Save under all names that this position has. True if there is now a checkpoint to start again from."""
+        self.log.flush()
+        self.requests.clear_save()
+        saved = checkpoint_utils.save_checkpoint(self.cfg.checkpoint, self.trainer, self.itr, val_loss, stopping=stopping)
+        if saved is None:
+            return False
+        self.log.event(
+            "checkpoint",
+            path=saved.paths[0],
+            paths=saved.paths,
+            num_updates=self.trainer.get_num_updates(),
+            blocked_s=saved.blocked_s,
+            bytes=saved.bytes,
+        )
+        return True
+
+    # ---- stop ----
+
+    def _stop(self) -> int:
+        num_updates = self.trainer.get_num_updates()
+        if not self._save(None, stopping=True):
+            raise RuntimeError(f"stopped by request at update {num_updates}; nothing was saved (checkpoint.no_save=true)")
+        logger.info("stopped by request at update %d, checkpoint saved: start the same command to go on", num_updates)
+        return START_ME_AGAIN
+
+    def _end_reason(self) -> str | None:
+        """The limit that the run has reached, as the override that set it."""
+        optimization, itr = self.cfg.optimization, self.itr
+        epochs_done = itr.epoch if itr.end_of_epoch() else itr.next_epoch_idx - 1
+        if 0 < optimization.max_update <= self.trainer.get_num_updates():
+            return f"optimization.max_update={optimization.max_update}"
+        if 0 < optimization.max_epoch <= epochs_done:
+            return f"optimization.max_epoch={optimization.max_epoch}"
+        return self._patience_reason()
+
+    def _patience_reason(self) -> str | None:
+        patience = self.cfg.checkpoint.patience
+        return f"checkpoint.patience={patience}" if 0 < patience <= self.trainer.best.runs_without_improvement else None
+
+    def _set_time_limit(self) -> None:
+        hours = self.cfg.optimization.stop_time_hours
+        self.trainer.stop_after_seconds = hours * 3600 if hours > 0 else math.inf
+
+    def _time_is_up(self) -> bool:
+        """Rank 0's clock decides for all."""
+        limit = self.cfg.optimization.stop_time_hours * 3600
+        return limit > 0 and distributed_utils.broadcast_object(self.trainer.cumulative_training_time() >= limit)
+
+    def _already_finished(self, reason: str) -> int:
+        num_updates = self.trainer.get_num_updates()
+        if not self.log.is_done(num_updates):  # the run was killed during its last words
+            return self._finish(reason)
+        logger.info(
+            "this run is finished: %s is reached (update %d, %s). To go on, type a higher limit, for example: %s",
+            reason,
+            num_updates,
+            self.cfg.run_dir,
+            self._extension(reason),
+        )
+        return DONE
+
+    def _finish(self, reason: str) -> int:
+        self.progress.close()
+        logger.info("done: %s reached at update %d", reason, self.trainer.get_num_updates())
+        self.trainer.after_train()
+        self.log.event("done", num_updates=self.trainer.get_num_updates(), reason=reason)
+        logger.info("to train further: the same command with %s", self._extension(reason))
+        return DONE
+
+    def _extension(self, reason: str) -> str:
+        key, value = reason.split("=")
+        return f"{key}={2 * float(value):g}" if "." in value else f"{key}={2 * int(value)}"
+
+    def close(self) -> None:
+        for part in (self.progress, self.log, self.folder):
+            if part is not None:
+                part.close()

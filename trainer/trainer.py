@@ -1,0 +1,628 @@
+"""The Trainer: owns model, criterion, optimizer, LR scheduler and EMA, and tells the story of an update.
+
+Methods stand in the order of a run: build, feed, update, validate, remember. A new task is a subclass that overrides
+the hooks of the first part. Must not know: Hydra, the command line, when to validate, save or stop (train.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+import uuid
+from typing import Any, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+import checkpoint_file
+import checkpoint_utils
+import distributed_utils
+from trainer import optim, state
+from trainer.config import complete_config, get_target, instantiate, to_plain
+from trainer.data import DummyBatch, EpochBatchIterator, valid_batches
+from trainer.data_parallel import GradientReducer
+from trainer.ema import EMA
+from trainer.errors import ConfigError, NonFiniteError
+from trainer.lr_scheduler import build_lr_scheduler
+from trainer.metrics import EpochMeter, GlobalSums, LocalSums
+from trainer.precision import build_precision
+from trainer.randomness import derive_seed, seed_all
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+
+
+class Trainer:
+    """Trains `model` as `cfg` says, on one process or on the ranks of the default process group.
+
+    Args:
+        cfg: the sections of design, as an OmegaConf config or a plain dictionary. Sections may be left out.
+        model, criterion: used instead of `build_model()` and `build_criterion()` if given.
+    Raises: ConfigError with all that is wrong in `cfg`.
+    """
+
+    def __init__(self, cfg: Any, model: nn.Module | None = None, criterion: nn.Module | None = None) -> None:
+        self.cfg = complete_config(cfg)
+        common = self.cfg.common
+        self._seed = common.seed
+        self._start_time = time.monotonic()
+        self._previous_training_time = 0.0
+        self.data_parallel_rank = distributed_utils.get_rank()
+        self.data_parallel_world_size = distributed_utils.get_world_size()
+        self.device = _choose_device(common.cpu)
+        if common.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.run_id = distributed_utils.broadcast_object(uuid.uuid4().hex)
+        self.log: Any = None  # a RunLog, given by the run
+        self.requests: Any = None  # a preemption.StopRequest, given by the run
+        self._datasets: dict[str, Any] = {}
+
+        seed_all(derive_seed("build", self._seed))
+        self.model = (self.build_model() if model is None else model).to(self.device)
+        self.criterion = self.build_criterion() if criterion is None else criterion
+        if isinstance(self.criterion, nn.Module):
+            self.criterion = self.criterion.to(self.device)
+        self._follow_rank_0([*self.model.parameters(), *self.model.buffers(), *self._criterion_parameters()])
+
+        self._named_parameters = [(name, p) for name, p in self._all_parameters() if p.requires_grad]
+        if not self._named_parameters:
+            raise ConfigError("the model has no parameter that requires a gradient: nothing to train")
+        self._parameters = [p for _, p in self._named_parameters]
+        self.optimizer = self.build_optimizer(self._named_parameters)
+        self.lr_scheduler = self.build_lr_scheduler(self.optimizer)
+        self.precision = build_precision(common, self.device)
+        self.ema = EMA(self.model, self.cfg.ema) if self.cfg.ema.store_ema else None
+        self._reducer = None
+        if self.data_parallel_world_size > 1:
+            find_unused = self.cfg.distributed_training.find_unused_parameters
+            self._reducer = GradientReducer(
+                self._named_parameters, self.data_parallel_process_group, self.data_parallel_world_size, find_unused
+            )
+        self._sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
+        self._clip_norm = self.cfg.optimization.clip_norm
+
+        self.best = checkpoint_utils.BestScore(maximize=self.cfg.checkpoint.maximize_best_checkpoint_metric)
+        self.meter = EpochMeter()
+        self.validated_at = 0  # num_updates of the last validation
+        self._num_updates = 0
+        self._optimizer_history: list[dict] = []
+        self._train_iterator: EpochBatchIterator | None = None
+        self._caller_extra_state: dict[str, Any] = {}
+        self.load_report: state.LoadReport | None = None
+        self._buffer_versions = self._buffers_now()
+        self.lr_step_update()
+
+    # ---- build: a task overrides these ----
+
+    def build_model(self) -> nn.Module:
+        """The model that `cfg.model._target_` names."""
+        if self.cfg.model is None:
+            raise ConfigError(f"{type(self).__name__} has no build_model() and model._target_ is not given")
+        return instantiate(self.cfg.model)
+
+    def build_criterion(self) -> nn.Module | None:
+        """The criterion that `cfg.criterion._target_` names, None where the task has none (it has compute_loss)."""
+        return instantiate(self.cfg.criterion) if self.cfg.criterion is not None else None
+
+    def build_optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """The optimizer of `cfg.optimizer` over (canonical name, parameter) pairs, in the model's order."""
+        return optim.build_optimizer(self.cfg.optimizer, named_parameters, self.cfg.optimization.lr)
+
+    def build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The schedule of `cfg.lr_scheduler`, see trainer.lr_scheduler for what it must offer."""
+        optimization = self.cfg.optimization
+        return build_lr_scheduler(self.cfg.lr_scheduler, optimizer, optimization.lr, optimization.max_update)
+
+    def build_dataset(self, split: str) -> Any:
+        """A map-style dataset for `split`, a name from dataset.train_subset or dataset.valid_subset."""
+        raise ConfigError(f"{type(self).__name__} must define build_dataset(split)")
+
+    def compute_loss(self, sample: Any) -> tuple[Tensor, int | Tensor, dict]:
+        """(loss, sample_size, logging_output) of one batch, all of them sums; fairseq's contract for criterions.
+
+        loss: 0-dim, the sum over the batch. sample_size: what the sum is divided by, after adding up over all
+        ranks and micro-batches. logging_output: sums under the names they are logged by, numbers or 0-dim tensors.
+        """
+        return self.criterion(self.model, sample)
+
+    def reduce_metrics(self, logging_outputs: list[dict[str, float]]) -> dict[str, float]:
+        """What is logged for global sums: each one divided by the global `sample_size`, under its own name."""
+        totals: dict[str, float] = {}
+        for output in logging_outputs:
+            for name, value in output.items():
+                totals[name] = totals.get(name, 0.0) + value
+        sample_size = totals.pop("sample_size", 0.0) or 1.0
+        return {name: value / sample_size for name, value in totals.items()}
+
+    def after_validate(self, stats: dict[str, float]) -> None:
+        """Called on all ranks after each validation, with the metrics of all subsets."""
+
+    def after_train(self) -> None:
+        """Called on all ranks when the run has reached its end and its last checkpoint is saved."""
+
+    def upgrade_state_dict(self, state: dict) -> dict:
+        """Mend old names in a loaded state, whose tensors are not read yet (each has shape and dtype)."""
+        return state
+
+    def task_state_dict(self) -> dict:
+        """Whatever else the task must remember: plain values and tensors, equal on all ranks."""
+        return {}
+
+    def load_task_state_dict(self, state: dict) -> None:
+        """Take back what `task_state_dict` gave."""
+
+    # ---- facts ----
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def get_criterion(self) -> nn.Module | None:
+        return self.criterion
+
+    @property
+    def data_parallel_process_group(self) -> Any:
+        return torch.distributed.group.WORLD if self.data_parallel_world_size > 1 else None
+
+    @property
+    def is_data_parallel_master(self) -> bool:
+        return self.data_parallel_rank == 0
+
+    def _criterion_parameters(self) -> list[nn.Parameter]:
+        return list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
+
+    def _all_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        yield from self.model.named_parameters()
+        if isinstance(self.criterion, nn.Module):
+            for name, parameter in self.criterion.named_parameters():
+                yield f"criterion.{name}", parameter
+
+    def get_num_updates(self) -> int:
+        return self._num_updates
+
+    def set_num_updates(self, num_updates: int) -> None:
+        self._num_updates = num_updates
+
+    def get_lr(self) -> float:
+        return self.lr_scheduler.get_lr()
+
+    def cumulative_training_time(self) -> float:
+        """Seconds of training of this run over all its sessions; pauses between them do not count."""
+        return self._previous_training_time + time.monotonic() - self._start_time
+
+    def log_event(self, name: str, **fields: Any) -> None:
+        """A line of log.jsonl, rank 0's. Without a run (a notebook, a test) there is no log and nothing is written."""
+        if self.log is not None:
+            self.log.event(name, **fields)
+
+    # ---- feed ----
+
+    def dataset(self, split: str) -> Any:
+        """The dataset of `split`, built once."""
+        if split not in self._datasets:
+            seed_all(derive_seed("dataset", self._seed, split))
+            self._datasets[split] = self.build_dataset(split)
+        return self._datasets[split]
+
+    def get_train_iterator(self, epoch: int = 1) -> EpochBatchIterator:
+        """The batches of training from the start of `epoch` (counted from 1); its position is part of the state."""
+        optimization, dataset = self.cfg.optimization, self.cfg.dataset
+        self._train_iterator = EpochBatchIterator(
+            self.dataset(dataset.train_subset),
+            dataset,
+            seed=self._seed,
+            epoch=epoch,
+            update_freq=optimization.update_freq,
+            rank=self.data_parallel_rank,
+            world_size=self.data_parallel_world_size,
+            skip_remainder_batch=optimization.skip_remainder_batch,
+        )
+        return self._train_iterator
+
+    def get_valid_iterator(self, subset: str) -> Any:
+        """This rank's share of the batches of `subset`, each once over all ranks."""
+        return valid_batches(
+            self.dataset(subset), self.cfg.dataset, self._seed, self.data_parallel_rank, self.data_parallel_world_size
+        )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Called before the first update of an epoch, and when a resumed run goes on inside it."""
+        self.model.train()
+
+    # ---- update ----
+
+    def train_step(self, samples: list) -> dict[str, float] | None:
+        """One update over `samples`, this rank's micro-batches. Returns the metrics, None if fp16 overflowed.
+
+        All that is random in micro-batch i of rank r follows from (seed, num_updates, i * world_size + r).
+        Raises: NonFiniteError on all ranks, before the step, if the loss or a gradient is not finite.
+        """
+        self.zero_grad()
+        sample_size, loss, outputs = self._forward_backward(samples)
+        self._normalize_grads(sample_size)
+        gnorm = self.clip_grad_norm(self._clip_norm)
+        if not self._optimizer_step(float(gnorm), loss, samples):
+            return None
+        lr = self.get_lr()
+        self.set_num_updates(self._num_updates + 1)
+        self.lr_step_update()
+        if self.ema is not None:
+            self.ema.update(self.model, self._num_updates)
+        return self._update_stats(sample_size, outputs, lr, float(gnorm))
+
+    def zero_grad(self) -> None:
+        if self._reducer is not None:
+            self._reducer.prepare()
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _forward_backward(self, samples: list) -> tuple[float, float, dict[str, float]]:
+        """Gradients of the global batch, as sums; returns the global (sample_size, loss, logging outputs)."""
+        self._sync_buffers()
+        if not self.model.training:
+            self.model.train()
+        local = LocalSums()
+        last = len(samples) - 1
+        for i, sample in enumerate(samples):
+            loss = self._forward(i, sample, local)
+            if i == last:  # the sums travel while this backward runs, and it sends the gradients
+                self._sums.start(local, **self._flags())
+                if self._reducer is not None:
+                    self._reducer.arm()
+            self.precision.scale(loss).backward()
+        if self._reducer is not None:
+            self._reducer.finish()
+        return self._sums.finish()
+
+    def _forward(self, i: int, sample: Any, local: LocalSums) -> Tensor:
+        self._seed_micro_batch(i)
+        if isinstance(sample, DummyBatch):
+            return self._dummy_forward(sample)
+        with self.precision.autocast():
+            loss, sample_size, logging_output = self.compute_loss(self._to_device(sample))
+        local.add(loss, sample_size, logging_output)
+        return loss
+
+    def _dummy_forward(self, sample: DummyBatch) -> Tensor:
+        """This rank has no samples here: it goes through the motions so that no other rank waits, and counts nothing."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        with self.precision.autocast():
+            loss = self.compute_loss(self._to_device(sample.sample))[0] * 0.0
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return loss
+
+    def _seed_micro_batch(self, i: int) -> None:
+        j = i * self.data_parallel_world_size + self.data_parallel_rank
+        seed_all(derive_seed("micro_batch", self._seed, self._num_updates, j))
+
+    def _flags(self) -> dict[str, bool]:
+        requests = self.requests
+        changed = self._buffers_now() != self._buffer_versions
+        if requests is None:
+            return {"buffers_changed": changed}
+        return {"stop": requests.stop_requested, "save": requests.save_requested, "buffers_changed": changed}
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any rank was asked to stop, as all ranks learned in the last update."""
+        return self._sums.stop_requested
+
+    @property
+    def save_requested(self) -> bool:
+        """Whether any rank was asked to save, as all ranks learned in the last update."""
+        return self._sums.save_requested
+
+    def _to_device(self, sample: Any) -> Any:
+        return sample if self.device.type == "cpu" else _move(sample, self.device)
+
+    def _normalize_grads(self, sample_size: float) -> None:
+        """From sums to means over the global batch; the scale of fp16 losses goes in the same division."""
+        divisor = (sample_size or 1.0) * self.precision.loss_scale
+        gradients = self._flat_gradients()
+        if gradients and divisor != 1.0:
+            torch._foreach_div_(gradients, divisor)
+
+    def _flat_gradients(self) -> list[Tensor]:
+        if self._reducer is not None:
+            return self._reducer.flats
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their joint L2 norm is at most `max_norm`; 0 only measures. Returns the norm."""
+        return optim.clip_grad_norm(self._flat_gradients(), max_norm)
+
+    def _optimizer_step(self, gnorm: float, loss: float, samples: list) -> bool:
+        """Step unless the numbers are bad: fp16 shrinks its scale and skips, anything else is the end of the run."""
+        finite = math.isfinite(gnorm) and math.isfinite(loss)
+        if not self.precision.update(overflow=not finite):
+            return False
+        if not finite:
+            self._raise_non_finite(samples)
+        self.optimizer.step()
+        return True
+
+    def lr_step_update(self) -> float:
+        """Set the learning rate of the next update, a function of the number of updates done."""
+        return self.lr_scheduler.step_update(self._num_updates)
+
+    def lr_step(self, epoch: int, val_loss: float | None = None) -> None:
+        """Tell the schedule that `epoch` has ended with `val_loss`; only reduce_lr_on_plateau listens."""
+        self.lr_scheduler.step(epoch, val_loss)
+        self.lr_step_update()
+
+    def _update_stats(self, sample_size: float, outputs: dict, lr: float, gnorm: float) -> dict[str, float]:
+        self.meter.add(sample_size, outputs)
+        stats = self.reduce_metrics([{**outputs, "sample_size": sample_size}])
+        stats.update(lr=lr, gnorm=gnorm, sample_size=sample_size)
+        if self.precision.loss_scale != 1.0:
+            stats["loss_scale"] = self.precision.loss_scale
+        return stats
+
+    def _raise_non_finite(self, samples: list) -> None:
+        """Name the first micro-batch and parameter that went bad, the same culprit on all ranks."""
+        found = self._find_non_finite(samples)
+        mine = (found[1], found[0]) if found is not None else None
+        culprits = distributed_utils.all_gather_list(mine, self.data_parallel_process_group)
+        first = min(((c[0], rank) for rank, c in enumerate(culprits) if c is not None), default=(None, 0))
+        error = None
+        if first[1] == self.data_parallel_rank:
+            what = found[0] if found is not None else "the sum of the gradients over ranks and micro-batches"
+            error = NonFiniteError(
+                what, self._num_updates + 1, self.data_parallel_rank, first[0], hint="Nothing was changed or saved."
+            )
+        distributed_utils.agree(error, self.data_parallel_process_group)
+
+    def _find_non_finite(self, samples: list) -> tuple[str, int] | None:
+        """Run this rank's micro-batches once more, from their seeds, one at a time; (what, micro-batch) or None."""
+        for i, sample in enumerate(samples):
+            if isinstance(sample, DummyBatch):
+                continue
+            self.zero_grad()
+            loss = self._forward(i, sample, LocalSums())
+            if not torch.isfinite(loss):
+                return f"the loss ({loss.item()})", i
+            loss.backward()
+            for name, parameter in self._named_parameters:
+                if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                    return f"the gradient of {name}", i
+        return None
+
+    # ---- buffers: the file holds them once, so all ranks follow rank 0 ----
+
+    def _buffers_now(self) -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in self.model.buffers()]
+
+    def _sync_buffers(self) -> None:
+        """Take rank 0's buffers if training changed any since the last time, as all ranks learned with the sums."""
+        if self._sums.buffers_changed:
+            self._follow_rank_0(list(self.model.buffers()))
+            self._buffer_versions = self._buffers_now()
+            self._sums.buffers_changed = False
+
+    def _follow_rank_0(self, tensors: list[Tensor]) -> None:
+        if self.data_parallel_world_size > 1:
+            with torch.no_grad():
+                distributed_utils.broadcast_tensors(tensors, 0, self.data_parallel_process_group)
+
+    # ---- validate ----
+
+    @torch.no_grad()
+    def valid_step(self, sample: Any) -> tuple[Tensor, int | Tensor, dict]:
+        """(loss, sample_size, logging_output) of one batch of this rank, sums as in `compute_loss`; no communication."""
+        if self.model.training:
+            self.model.eval()
+        with self.precision.autocast():
+            return self.compute_loss(self._to_device(sample))
+
+    def validate(self, subset: str, max_batches: int | None = None) -> dict[str, float]:
+        """Metrics of `subset` over all ranks, weighted by sample_size; one reduction at the end. EMA if so configured.
+
+        Random numbers follow from (seed, subset, batch), so that validating changes nothing in training.
+        """
+        self._sync_buffers()
+        local = LocalSums()
+        swapped = self.ema is not None and self.cfg.ema.ema_validate
+        with self.ema.swapped_in(self.model) if swapped else contextlib.nullcontext():
+            for i, sample in enumerate(self.get_valid_iterator(subset)):
+                if max_batches is not None and i >= max_batches:
+                    break
+                seed_all(derive_seed("valid", self._seed, subset, i, self.data_parallel_rank))
+                local.add(*self.valid_step(sample))
+        self.model.train()
+        sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
+        sums.start(local)
+        sample_size, _, outputs = sums.finish()
+        return self.reduce_metrics([{**outputs, "sample_size": sample_size}]) if sample_size else {}
+
+    # ---- remember ----
+
+    def state_dict(self) -> dict:
+        """All that a run needs to go on, as the file holds it: plain containers and full tensors, canonical names."""
+        trained = self.ema.training_state_dict(self.model) if self.ema is not None else self.model.state_dict()
+        extra_state = {
+            **self._caller_extra_state,
+            "train_iterator": self._train_iterator.state_dict() if self._train_iterator is not None else None,
+            "metrics": self.meter.state_dict(),
+            "best": self.best.best,
+            "val_loss": None,
+            "patience": self.best.state_dict(),
+            "validated_at": self.validated_at,
+            "scaler": self.precision.state_dict(),
+            "num_threads": torch.get_num_threads(),
+            "previous_training_time": self.cumulative_training_time(),
+        }
+        if self.ema is not None:
+            extra_state["ema"] = self.ema.state_dict()
+        save_optimizer = not self.cfg.checkpoint.no_save_optimizer_state
+        return {
+            "format_version": FORMAT_VERSION,
+            "run_id": self.run_id,
+            "cfg": to_plain(self.cfg),
+            "model": dict(trained),
+            "criterion": dict(self.criterion.state_dict()) if isinstance(self.criterion, nn.Module) else {},
+            "optimizer_history": self._history(),
+            "last_optimizer_state": optim.optimizer_state(self.optimizer) if save_optimizer else None,
+            "task_state": self.task_state_dict(),
+            "extra_state": extra_state,
+        }
+
+    def _history(self) -> list[dict]:
+        now = {
+            **state.class_names(self.criterion, self.optimizer, self.lr_scheduler),
+            "lr_scheduler_state": self.lr_scheduler.state_dict(),
+            "num_updates": self._num_updates,
+        }
+        past = self._optimizer_history
+        if past and state.same_classes(past[-1], now):
+            past = past[:-1]
+        return [*past, now]
+
+    def save_checkpoint(self, filename: str, extra_state: Mapping[str, Any] | None = None) -> int:
+        """Write the whole state to `filename`, durable and complete or not at all. All ranks call it. Returns bytes.
+
+        `extra_state`: plain values and tensors that `load_checkpoint` gives back.
+        Raises: NonFiniteError if a parameter is not finite (a healthy file is never replaced by such a one),
+            CheckpointError on all ranks if the file cannot be written or a value has no place in it.
+        """
+        self._sync_buffers()
+        checkpoint = self.state_dict()
+        checkpoint["extra_state"].update(extra_state or {})
+        bad = state.first_non_finite(self._all_parameters())
+        error = NonFiniteError(f"parameter {bad}", self._num_updates, self.data_parallel_rank) if bad else None
+        distributed_utils.agree(error, self.data_parallel_process_group)
+        state.check_task_state(checkpoint["task_state"], self.data_parallel_process_group)
+        return checkpoint_utils.publish_checkpoint(checkpoint, filename, self.data_parallel_process_group)
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        reset_optimizer: bool = False,
+        reset_lr_scheduler: bool = False,
+        optimizer_overrides: Mapping | str | None = None,
+        reset_meters: bool = False,
+    ) -> dict:
+        """Continue from `filename`; returns its extra_state. All ranks call it, and all raise if one of them fails.
+
+        The flags: `reset_optimizer` drops the moments, `reset_lr_scheduler` the schedule's own state, `reset_meters`
+        meters, best score and patience; nothing else. `optimizer_overrides` replaces hyperparameters.
+        Raises: CheckpointError (missing, damaged), state.ModelMismatchError, state.ClassMismatchError.
+        """
+        with self._open(filename) as reader:
+            saved = self.upgrade_state_dict(reader.skeleton)
+            report = state.LoadReport(path=filename)
+            entry = saved["optimizer_history"][-1] if saved.get("optimizer_history") else {}
+            state.check_classes(
+                entry, self.criterion, self.optimizer, self.lr_scheduler, filename, reset_optimizer, reset_lr_scheduler
+            )
+            self._load_model_state(saved, reader, filename, report)
+            self._load_optimizer(saved, reader, reset_optimizer, optimizer_overrides, report)
+            self._load_ema(saved, reader, report)
+            self.set_num_updates(int(entry.get("num_updates", 0)))
+            report.num_updates = self._num_updates
+            if not reset_lr_scheduler:
+                self.lr_scheduler.load_state_dict(entry.get("lr_scheduler_state") or {})
+                report.restored.append("lr scheduler")
+            self._optimizer_history = list(saved["optimizer_history"])
+            extra_state = reader.materialize({k: v for k, v in saved["extra_state"].items() if k != "ema"})
+            self._load_counters(extra_state, reset_meters, report)
+            self.load_task_state_dict(reader.materialize(saved["task_state"]))
+        self.run_id = saved["run_id"]
+        report.reset += [f"reset_{n}" for n, on in (("optimizer", reset_optimizer), ("lr_scheduler", reset_lr_scheduler)) if on]
+        report.saved_cfg = saved["cfg"]
+        self.load_report = report
+        self.lr_step_update()
+        self._buffer_versions = self._buffers_now()
+        return extra_state
+
+    def load_model(self, filename: str) -> None:
+        """Take parameters and buffers of model and criterion from `filename`, nothing else (finetune_from_model)."""
+        with self._open(filename) as reader:
+            saved = self.upgrade_state_dict(reader.skeleton)
+            self.load_report = state.LoadReport(path=filename, saved_cfg=saved.get("cfg") or {})
+            self._load_model_state(saved, reader, filename, self.load_report)
+        if self.ema is not None:
+            self.ema = EMA(self.model, self.cfg.ema)
+        self._buffer_versions = self._buffers_now()
+
+    def _open(self, filename: str) -> Any:
+        on_all_ranks = self.cfg.checkpoint.load_checkpoint_on_all_dp_ranks
+        return checkpoint_file.open_checkpoint(filename, self.data_parallel_process_group, on_all_ranks)
+
+    def _load_model_state(self, saved: dict, reader: Any, filename: str, report: state.LoadReport) -> None:
+        modules = [("model", self.model)]
+        if isinstance(self.criterion, nn.Module):
+            modules.append(("criterion", self.criterion))
+        pairs = []
+        for key, module in modules:
+            pairs += state.plan_module(module, saved.get(key) or {}, filename, key)
+        reader.copy(pairs)
+        for key, module in modules:
+            state.load_module_extras(module, saved.get(key) or {}, reader.materialize)
+        report.restored.append(f"model ({len(saved['model'])} tensors)")
+
+    def _load_optimizer(self, saved: dict, reader: Any, reset: bool, overrides: Any, report: state.LoadReport) -> None:
+        saved_optimizer = saved.get("last_optimizer_state")
+        if saved_optimizer is None and not reset:
+            logger.warning("%s holds no optimizer state: moments start from zero", report.path)
+            report.fresh.append("optimizer (none in the file)")
+        if not reset and saved_optimizer is not None:
+            restored = optim.restore_optimizer_state(self.optimizer, saved_optimizer, reader.copy)
+            report.add_optimizer(restored)
+        if overrides:
+            new_lr = optim.apply_optimizer_overrides(self.optimizer, optim.parse_overrides(overrides))
+            if new_lr is not None:
+                self.lr_scheduler.set_base_lr(new_lr)
+
+    def _load_ema(self, saved: dict, reader: Any, report: state.LoadReport) -> None:
+        if self.ema is None:
+            return
+        saved_ema = saved["extra_state"].get("ema")
+        if saved_ema:
+            report.fresh += [f"ema of {name}" for name in self.ema.restore(saved_ema, reader.copy)]
+            report.restored.append("ema")
+        else:
+            self.ema = EMA(self.model, self.cfg.ema)
+            report.fresh.append("ema (none in the file: starts from the loaded weights)")
+
+    def _load_counters(self, extra_state: dict, reset_meters: bool, report: state.LoadReport) -> None:
+        self._previous_training_time = float(extra_state.get("previous_training_time") or 0.0)
+        self._start_time = time.monotonic()
+        self.validated_at = int(extra_state.get("validated_at") or 0)
+        if extra_state.get("scaler"):
+            self.precision.load_state_dict(extra_state["scaler"])
+        if reset_meters:
+            report.reset.append("reset_meters")
+        else:
+            self.best.load_state_dict(extra_state.get("patience") or {})
+            if extra_state.get("metrics"):
+                self.meter.load_state_dict(extra_state["metrics"])
+            report.restored.append("meters, best score, patience")
+        own = state.OWN_EXTRA_STATE
+        self._caller_extra_state = {name: value for name, value in extra_state.items() if name not in own}
+
+
+def _choose_device(cpu: bool) -> torch.device:
+    if cpu or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator().type
+    index = int(os.environ.get("LOCAL_RANK", 0)) % max(torch.accelerator.device_count(), 1)
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def _move(sample: Any, device: torch.device) -> Any:
+    if isinstance(sample, Tensor):
+        return sample.to(device, non_blocking=True)
+    if isinstance(sample, Mapping):
+        return type(sample)((key, _move(value, device)) for key, value in sample.items())
+    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
+        return type(sample)(*(_move(value, device) for value in sample))
+    if isinstance(sample, (list, tuple)):
+        return type(sample)(_move(value, device) for value in sample)
+    return sample
