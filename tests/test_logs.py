@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -427,11 +428,26 @@ def test_without_wandb_the_error_names_the_extra_and_the_way_to_turn_it_off(tmp_
         RunLog(tmp_path, common(wandb_project="p"))
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb is not installed")
-def test_a_resumed_run_is_the_same_wandb_run_and_sends_each_step_once(tmp_path):
+def wandb_records(data):
+    """The records of an offline run: LevelDB's log format (blocks of 32 KiB, pieces with a header of 7 bytes)."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
+    place, whole = 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # no header fits: the rest of the block is padding
+            place += 32768 - place % 32768
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a full record, or the last piece of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb is not installed")
+def test_a_resumed_run_is_the_same_wandb_run_and_sends_each_step_once(tmp_path, monkeypatch):
     code = """
         import sys
         from types import SimpleNamespace
@@ -444,26 +460,20 @@ def test_a_resumed_run_is_the_same_wandb_run_and_sends_each_step_once(tmp_path):
         log.valid("valid", {"epoch": 1, "num_updates": last, "accuracy": 0.5})
         log.close()
         """
-    os.environ["WANDB_MODE"], os.environ["WANDB_SILENT"] = "offline", "true"
-    try:
-        for first, last in ((1, 6), (7, 9)):
-            done = run_python(code, tmp_path, first, last)
-            assert done.returncode == 0, done.stderr
-    finally:
-        del os.environ["WANDB_MODE"], os.environ["WANDB_SILENT"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for first, last in ((1, 6), (7, 9)):
+        done = run_python(code, tmp_path, first, last)
+        assert done.returncode == 0, done.stderr
     steps, ids = [], []
     for path in sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+        for record in wandb_records(path.read_bytes()):
             if record.WhichOneof("record_type") == "run":
                 ids.append(record.run.run_id)
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if "train/loss" in items:
-                steps.append(int(items["_step"]))
-    assert set(ids) == {"abc123"} and steps == list(range(1, 10))
+                steps.append((int(items["_step"]), json.loads(items["train/loss"])))
+    assert set(ids) == {"abc123"} and steps == [(n, 1 / n) for n in range(1, 10)]
 
 
 # --- Python's logging ------------------------------------------------------------------------------------------------
