@@ -1,14 +1,12 @@
-"""log.jsonl, TensorBoard, wandb and train.log: each step once, whatever happened to the run or to the disk."""
+"""log.jsonl and train.log: each step once, whatever happened to the run or to the disk."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import math
 import os
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
@@ -22,8 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer import logs
-from trainer.errors import ConfigError
+from trainer import logs, sinks
 from trainer.logs import RunLog, read_log
 
 PLAIN = SimpleNamespace(log_interval=1, tensorboard_logdir=None, wandb_project=None)
@@ -34,7 +31,7 @@ def common(**fields):
 
 
 def stats(num_updates, **fields):
-    return {"epoch": 1 + num_updates // 10, "num_updates": num_updates, "loss": 1 / (1 + num_updates), "lr": 1e-4, **fields}
+    return {"epoch": 1 + num_updates // 10, "num_updates": num_updates, "loss": 1 / (1 + num_updates), "lr": 0.1, **fields}
 
 
 def lines(run_dir):
@@ -55,7 +52,7 @@ def write_run(run_dir, last, start=0, cfg=PLAIN, valid_every=5):
         log.train(stats(num_updates))
         if num_updates % valid_every == 0:
             log.valid("valid", stats(num_updates, accuracy=0.5))
-            log.event("checkpoint", num_updates=num_updates, path=f"checkpoint_1_{num_updates}.pt", blocked_s=0.1, bytes=9)
+            log.event("checkpoint", num_updates=num_updates, path=f"checkpoint_1_{num_updates}.pt", bytes=9)
     log.flush()
     return log
 
@@ -77,7 +74,8 @@ def test_tensors_arrays_paths_and_nested_infinities_become_plain_json(tmp_path):
     record |= {"g": np.array([1.0, math.nan]), "h": torch.tensor(math.inf)}
     read = logs.decode_line(logs.encode_line(record))
     assert read["a"] == torch.tensor(0.1).item() and read["b"] == float(np.float32(0.1)) and read["c"] == 3
-    assert read["d"] == str(tmp_path) and read["e"] == [{"f": "-inf"}] and read["g"] == [1.0, "nan"] and read["h"] == "inf"
+    assert read["d"] == str(tmp_path) and read["e"] == [{"f": "-inf"}]
+    assert read["g"] == [1.0, "nan"] and read["h"] == "inf"
 
 
 def test_train_lines_are_thinned_by_position_alone(tmp_path):
@@ -121,14 +119,18 @@ def test_an_event_is_on_disk_at_once_and_train_lines_within_a_second(tmp_path):
 def test_a_train_line_costs_less_than_the_budget(tmp_path):
     log = RunLog(tmp_path, PLAIN)
     log.cut_after(0)
-    many = [stats(n, ppl=1.1 * n, accuracy=0.1 / n, gnorm=0.2 / n, sample_size=64.0, wall=0.3 * n) for n in range(1, 4001)]
-    costs = []
-    for begin in range(0, 4000, 400):
+    many = [stats(n, ppl=1.1 * n, correct=0.1 / n, gnorm=0.2 / n, sample_size=64.0, wall=0.3 * n) for n in range(1, 4001)]
+    costs, yardstick = [], []
+    for begin in range(0, 4000, 200):
         before = time.perf_counter()
-        for one in many[begin : begin + 400]:
+        for one in many[begin : begin + 200]:
             log.train(one)
-        costs.append((time.perf_counter() - before) / 400)
-    assert min(costs) < 25e-6  # the best of ten: others may be using the machine
+        between = time.perf_counter()
+        for one in many[begin : begin + 200]:
+            json.dumps(one)
+        costs.append(between - before)
+        yardstick.append(time.perf_counter() - between)
+    assert min(costs) < 4 * min(yardstick)  # 25 µs where json.dumps takes 6, wherever this runs
 
 
 # --- resume ----------------------------------------------------------------------------------------------------------
@@ -146,10 +148,12 @@ def test_a_resumed_log_equals_that_of_a_run_that_never_stopped(tmp_path):
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 15), st.integers(0, 40)), min_size=1, max_size=5))
 def test_no_step_stands_twice_after_any_series_of_kills_and_resumes(tmp_path_factory, sessions):
     run_dir = tmp_path_factory.mktemp("run")
-    reached = 0
+    reached = num_resumes = 0
     for start, length, torn in sessions:
-        reached = min(start, reached) + length
-        write_run(run_dir, reached, start=reached - length, valid_every=3)
+        start = min(start, reached)
+        reached = start + length
+        num_resumes += start > 0
+        write_run(run_dir, reached, start=start, valid_every=3)
         with open(run_dir / "log.jsonl", "ab") as file:
             file.write(b'{"event": "train", "num_updates": 99, "loss": 0.12'[:torn])
     log = RunLog(run_dir, PLAIN)
@@ -158,7 +162,7 @@ def test_no_step_stands_twice_after_any_series_of_kills_and_resumes(tmp_path_fac
     numbered = [key for key in keys(run_dir) if key[0] not in ("resume", "end")]
     assert len(set(numbered)) == len(numbered)
     assert [key[1] for key in numbered if key[0] == "train"] == list(range(1, reached + 1))
-    assert [key[0] for key in keys(run_dir)].count("resume") == sum(line["event"] == "resume" for line in lines(run_dir))
+    assert [key[0] for key in keys(run_dir)].count("resume") == num_resumes
 
 
 def test_resume_lines_and_lines_without_a_number_stay_when_a_run_goes_back_behind_them(tmp_path):
@@ -169,7 +173,8 @@ def test_resume_lines_and_lines_without_a_number_stay_when_a_run_goes_back_behin
     log.event("resume", num_updates=15)
     log.cut_after(5)
     log.close()
-    assert keys(tmp_path)[-4:] == [("checkpoint", 5, None), ("resume", None, None), ("note", None, None), ("resume", 15, None)]
+    stayed = [("checkpoint", 5, None), ("resume", None, None), ("note", None, None), ("resume", 15, None)]
+    assert keys(tmp_path)[-4:] == stayed
     assert max(line["num_updates"] for line in lines(tmp_path) if line["event"] == "train") == 5
 
 
@@ -192,7 +197,16 @@ def test_a_validation_or_save_repeated_at_the_restored_update_is_written_once(tm
     log.valid("test", stats(10))
     log.event("checkpoint", num_updates=10, path="again.pt")
     log.close()
-    assert keys(tmp_path)[-4:] == [("train", 10, None), ("valid", 10, "valid"), ("checkpoint", 10, None), ("valid", 10, "test")]
+    expected = [("train", 10, None), ("valid", 10, "valid"), ("checkpoint", 10, None), ("valid", 10, "test")]
+    assert keys(tmp_path)[-4:] == expected
+
+
+def test_a_log_knows_after_the_cut_whether_the_run_was_done_there(tmp_path):
+    write_run(tmp_path, 10).event("done", num_updates=10)
+    for restored, done in ((10, True), (5, False)):
+        log = RunLog(tmp_path, PLAIN)
+        log.cut_after(restored)
+        assert log.is_done(restored) is done
 
 
 def test_a_run_that_goes_back_without_saying_so_still_has_each_step_once(tmp_path):
@@ -296,7 +310,7 @@ def test_a_full_disk_stops_nothing_warns_once_and_loses_no_line_once_there_is_ro
 
 
 def test_lines_beyond_what_memory_may_hold_are_counted_as_lost(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(logs, "_MAX_PENDING_BYTES", 500)
+    monkeypatch.setattr(sinks, "_MAX_PENDING_BYTES", 500)
     blocker = tmp_path / "run"
     blocker.write_text("a file where the folder should be")
     log = RunLog(blocker, PLAIN)
@@ -308,172 +322,6 @@ def test_lines_beyond_what_memory_may_hold_are_counted_as_lost(tmp_path, monkeyp
     log.close()
     kept = lines(blocker)
     assert 0 < len(kept) < 20 and f"{100 - len(kept)} lines are lost" in caplog.text
-
-
-# --- TensorBoard -----------------------------------------------------------------------------------------------------
-
-tensorboard = pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="tensorboard is not installed")
-
-
-def scalars(folder):
-    """What TensorBoard shows: {tag: [(step, value), ...]}."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=True)
-    accumulator.Reload()
-    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
-
-
-def raw_steps(folder, tag):
-    """Each step that stands in the files, whether or not a reader would purge it."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    events = [event for path in sorted(folder.iterdir()) for event in EventFileLoader(str(path)).Load()]
-    return [event.step for event in events for value in event.summary.value if value.tag == tag]
-
-
-@tensorboard
-def test_tensorboard_shows_each_step_once_after_kills_beyond_the_restored_update(tmp_path):
-    cfg = common(tensorboard_logdir="tb")
-    write_run(tmp_path, 17, cfg=cfg)
-    write_run(tmp_path, 23, start=10, cfg=cfg)  # the first session had been at 17
-    write_run(tmp_path, 30, start=20, cfg=cfg).close()
-    assert raw_steps(tmp_path / "tb", "train/loss") == list(range(1, 31))
-    shown = scalars(tmp_path / "tb")
-    assert [step for step, _ in shown["train/loss"]] == list(range(1, 31))
-    assert [step for step, _ in shown["valid/accuracy"]] == [5, 10, 15, 20, 25, 30]
-    assert shown["train/loss"][11][1] == pytest.approx(1 / 13)
-
-
-@tensorboard
-def test_tensorboard_that_was_watching_forgets_the_steps_that_were_cut(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    cfg = common(tensorboard_logdir="tb")
-    write_run(tmp_path, 17, cfg=cfg)
-    watcher = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0})
-    watcher.Reload()
-    assert len(watcher.Scalars("train/loss")) == 17
-    write_run(tmp_path, 20, start=10, cfg=cfg).close()
-    watcher.Reload()
-    assert [event.step for event in watcher.Scalars("train/loss")] == list(range(1, 21))
-
-
-@tensorboard
-def test_a_torn_event_file_and_one_wholly_beyond_the_cut_are_mended(tmp_path):
-    cfg = common(tensorboard_logdir="tb")
-    write_run(tmp_path, 8, cfg=cfg)
-    write_run(tmp_path, 16, start=8, cfg=cfg)
-    first, second = sorted((tmp_path / "tb").iterdir())
-    with open(first, "rb+") as file:
-        file.truncate(first.stat().st_size - 3)  # within update 8
-    write_run(tmp_path, 12, start=7, cfg=cfg).close()
-    assert not second.exists()
-    assert raw_steps(tmp_path / "tb", "train/loss") == list(range(1, 13))
-
-
-@tensorboard
-def test_the_event_file_of_a_session_stands_behind_those_before_whatever_the_clock_says(tmp_path, monkeypatch):
-    cfg = common(tensorboard_logdir="tb")
-    write_run(tmp_path, 3, cfg=cfg)
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
-    write_run(tmp_path, 6, start=3, cfg=cfg).close()
-    assert raw_steps(tmp_path / "tb", "train/loss") == [1, 2, 3, 4, 5, 6]
-
-
-@tensorboard
-def test_a_run_never_cuts_event_files_of_others(tmp_path):
-    shared = tmp_path / "shared"
-    write_run(tmp_path / "a", 9, cfg=common(tensorboard_logdir=str(shared)))
-    before = {path: path.read_bytes() for path in shared.iterdir()}
-    write_run(tmp_path / "b", 2, cfg=common(tensorboard_logdir=str(shared))).close()
-    assert before and all(path.read_bytes() == content for path, content in before.items())
-
-
-@tensorboard
-def test_scores_of_a_subset_called_train_do_not_mix_with_the_training(tmp_path):
-    log = RunLog(tmp_path, common(tensorboard_logdir="tb"))
-    log.cut_after(0)
-    log.train(stats(1, loss=torch.tensor(0.25)))
-    log.valid("train", stats(1, loss=0.5, note="text"))
-    log.close()
-    shown = scalars(tmp_path / "tb")
-    assert shown["train/loss"] == [(1, 0.25)] and shown["valid-train/loss"] == [(1, 0.5)]
-
-
-@tensorboard
-def test_a_validation_before_the_first_update_stays_at_a_fresh_start(tmp_path):
-    cfg = common(tensorboard_logdir="tb")
-    for _ in range(2):
-        log = RunLog(tmp_path, cfg)
-        log.cut_after(0)
-        log.valid("valid", stats(0))
-        log.train(stats(1))
-        log.flush()
-    assert raw_steps(tmp_path / "tb", "valid/loss") == [0] and raw_steps(tmp_path / "tb", "train/loss") == [1]
-
-
-def test_without_tensorboard_the_error_names_the_extra_and_the_way_to_turn_it_off(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    with pytest.raises(ConfigError, match=r"fairtrain\[tensorboard\].*common.tensorboard_logdir=null"):
-        RunLog(tmp_path, common(tensorboard_logdir="tb"))
-
-
-# --- wandb -----------------------------------------------------------------------------------------------------------
-
-
-def test_without_wandb_the_error_names_the_extra_and_the_way_to_turn_it_off(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"fairtrain\[wandb\].*common.wandb_project=null"):
-        RunLog(tmp_path, common(wandb_project="p"))
-
-
-def wandb_records(data):
-    """The records of an offline run: LevelDB's log format (blocks of 32 KiB, pieces with a header of 7 bytes)."""
-    from wandb.proto import wandb_internal_pb2
-
-    place, whole = 7, b""
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:  # no header fits: the rest of the block is padding
-            place += 32768 - place % 32768
-        length, kind = struct.unpack_from("<HB", data, place + 4)
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a full record, or the last piece of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb is not installed")
-def test_a_resumed_run_is_the_same_wandb_run_and_sends_each_step_once(tmp_path, monkeypatch):
-    code = """
-        import sys
-        from types import SimpleNamespace
-        from trainer.logs import RunLog
-        run_dir, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-        log = RunLog(run_dir, SimpleNamespace(wandb_project="fair"), run_id="abc123", config={"lr": 0.1})
-        log.cut_after(first - 1)
-        for n in range(first, last + 1):
-            log.train({"epoch": 1, "num_updates": n, "loss": 1 / n})
-        log.valid("valid", {"epoch": 1, "num_updates": last, "accuracy": 0.5})
-        log.close()
-        """
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for first, last in ((1, 6), (7, 9)):
-        done = run_python(code, tmp_path, first, last)
-        assert done.returncode == 0, done.stderr
-    steps, ids = [], []
-    for path in sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb")):
-        for record in wandb_records(path.read_bytes()):
-            if record.WhichOneof("record_type") == "run":
-                ids.append(record.run.run_id)
-            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            if "train/loss" in items:
-                steps.append((int(items["_step"]), json.loads(items["train/loss"])))
-    assert set(ids) == {"abc123"} and steps == [(n, 1 / n) for n in range(1, 10)]
 
 
 # --- Python's logging ------------------------------------------------------------------------------------------------
@@ -490,7 +338,7 @@ def python_logging():
 
 def test_rank_0_writes_short_lines_to_stderr_and_dated_ones_to_train_log(tmp_path, python_logging, capsys):
     for text in ("first", "second"):  # a second session appends
-        logs.setup_logging(tmp_path)
+        logs.setup_logging(tmp_path).open_file()
         logging.getLogger("trainer.train").info("%s line", text)
     logging.getLogger("trainer.train").warning("watch out")
     assert capsys.readouterr().err == "first line\nsecond line\nwarning: watch out\n"
@@ -500,6 +348,16 @@ def test_rank_0_writes_short_lines_to_stderr_and_dated_ones_to_train_log(tmp_pat
         "INFO trainer.train: second line",
         "WARNING trainer.train: watch out",
     ]
+
+
+def test_nothing_is_in_the_folder_before_it_is_known_to_be_ours_and_nothing_said_is_lost(tmp_path, python_logging):
+    handle = logs.setup_logging(tmp_path / "run")
+    logging.getLogger("trainer").info("said early")
+    assert not list(tmp_path.iterdir())
+    handle.open_file()
+    logging.getLogger("trainer").info("said later")
+    written = (tmp_path / "run/train.log").read_text().splitlines()
+    assert [line.split(": ")[1] for line in written] == ["said early", "said later"]
 
 
 def test_other_ranks_say_only_warnings_and_who_they_are(tmp_path, python_logging, capsys):
@@ -512,7 +370,7 @@ def test_other_ranks_say_only_warnings_and_who_they_are(tmp_path, python_logging
 def test_python_warnings_are_in_train_log_as_well(tmp_path, python_logging):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        logs.setup_logging(tmp_path)
+        logs.setup_logging(tmp_path).open_file()
         warnings.warn("a thing is deprecated", UserWarning, stacklevel=1)
         logs.teardown_logging()
     assert "a thing is deprecated" in (tmp_path / "train.log").read_text()
@@ -530,7 +388,7 @@ def test_json_and_none_change_what_the_terminal_gets(tmp_path, python_logging, c
 
 def test_a_train_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path, python_logging, capsys):
     (tmp_path / "train.log").mkdir()
-    logs.setup_logging(tmp_path)
+    logs.setup_logging(tmp_path).open_file()
     for _ in range(3):
         logging.getLogger("trainer").info("on we go")
     said = capsys.readouterr().err

@@ -82,16 +82,16 @@ def test_an_unknown_end_gives_no_time_left_and_odd_numbers_are_shown():
 
 def test_a_validation_is_a_line_of_its_own():
     stream = io.StringIO()
-    with Progress(10, stream=stream) as progress:
-        progress.valid("valid", {"num_updates": 5, "epoch": 1, "loss": 0.25, "accuracy": 0.5, "wall": 1.0, "note": "x"})
-    assert stream.getvalue() == "valid at update 5: loss 0.25 accuracy 0.5\n"
+    with Progress(10, stream=stream, num_updates=5) as progress:
+        progress.validated({"epoch": 1, "loss": 0.25, "test_accuracy": 0.5, "wall": 1.0, "note": "x"})
+    assert stream.getvalue() == "validation at update 5: loss 0.25 test_accuracy 0.5\n"
 
 
 def test_json_lines_are_standard_json():
     stream, clock = io.StringIO(), Clock()
     with Progress(10, "json", stream=stream, clock=clock) as progress:
         play(progress, clock, 1, 10, 1.0, loss=float("inf"))
-        progress.valid("valid", {"num_updates": 10, "loss": 0.5})
+        progress.validated({"loss": 0.5})
     records = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [record.get("event") for record in records] == ["progress"] * 10 + ["valid"]
     assert records[1]["loss"] == "inf" and records[1]["eta"] == 8.0 and records[1]["samples_per_second"] == 64.0
@@ -102,7 +102,7 @@ def test_other_ranks_and_none_show_nothing(options):
     stream = io.StringIO()
     with Progress(10, stream=stream, **options) as progress:
         play(progress, Clock(), 1, 10, 1.0)
-        progress.valid("valid", STATS)
+        progress.validated(STATS)
     assert stream.getvalue() == ""
 
 
@@ -117,7 +117,7 @@ def test_a_pipe_whose_reader_left_stops_nothing():
     with os.fdopen(writer, "w", buffering=1) as stream:
         progress = Progress(10, stream=stream)
         play(progress, Clock(), 1, 10, 1.0)
-        progress.valid("valid", STATS)
+        progress.validated(STATS)
         progress.close()
         os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # so that closing the stream has somewhere to go
 
@@ -130,13 +130,17 @@ def test_times_are_written_as_people_read_them(seconds, text):
 def test_an_update_that_is_not_shown_costs_next_to_nothing():
     progress = Progress(10**9, stream=io.StringIO())
     progress.update(1, 1, STATS)
-    costs = []
+    costs, yardstick = [], []
     for _ in range(10):
         before = time.perf_counter()
         for num_updates in range(2, 2002):
             progress.update(num_updates, 1, STATS)
-        costs.append((time.perf_counter() - before) / 2000)
-    assert min(costs) < 5e-6
+        between = time.perf_counter()
+        for _ in range(2, 2002):
+            json.dumps(STATS)
+        costs.append(between - before)
+        yardstick.append(time.perf_counter() - between)
+    assert min(costs) < min(yardstick)  # which is 5 µs or so
 
 
 # --- the bar, on a terminal ------------------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ PROLOGUE = """
 import logging, os, sys, time
 from trainer.logs import setup_logging
 from trainer.progress import Progress
-setup_logging(sys.argv[1])
+setup_logging(sys.argv[1]).open_file()
 stats = {"loss": 0.1234, "lr": 1e-4, "gnorm": 0.52, "sample_size": 64.0}
 """
 
@@ -203,7 +207,7 @@ def test_on_a_terminal_one_bar_stays_and_all_lines_stand_above_it(tmp_path):
                     logging.getLogger("trainer").info("checkpoint_1_150.pt saved [0.1 s] in /a/[b]/c")
                     print("a print of the task")
                     print("half a line, ", end=""); print("the other half", file=sys.stdout)
-                    progress.valid("valid", {"num_updates": n, "loss": 0.5})
+                    progress.validated({"loss": 0.5})
                     logging.getLogger("trainer").warning("x" * 150)
         print("after the bar")
         """,
@@ -215,7 +219,7 @@ def test_on_a_terminal_one_bar_stays_and_all_lines_stand_above_it(tmp_path):
         "checkpoint_1_150.pt saved [0.1 s] in /a/[b]/c",
         "a print of the task",
         "half a line, the other half",
-        "valid at update 150: loss 0.5",
+        "validation at update 150: loss 0.5",
     ]
     assert shown[4] == "warning: " + "x" * 150
     bars = [line for line in shown if line.startswith("epoch 3")]

@@ -53,7 +53,7 @@ class Progress:
 
         with Progress(max_update, cfg.common.log_format, rank, num_updates) as progress:
             progress.update(num_updates, epoch, stats, num_samples)   # after each update
-            progress.valid(subset, stats)                             # after a validation
+            progress.validated(stats)                                 # after a validation
 
     Args:
         total_updates: the last update of the run; None or 0 where nobody knows.
@@ -76,6 +76,7 @@ class Progress:
         self._view = _build_view(log_format, rank, stream or sys.stderr)
         num_lines = self._view.num_lines if self._view else 0
         self._step = max(1, self._total // num_lines) if self._total and num_lines else None
+        self._num_updates = num_updates
         self._next_update, self._next_time = num_updates, 0.0  # the first update is shown: it lives
         self._num_samples = 0
         self._start: tuple[int, float] | None = None
@@ -91,6 +92,7 @@ class Progress:
         """Note an update, and show it when it is time."""
         if self._view is None:
             return
+        self._num_updates = num_updates
         self._num_samples += stats.get("sample_size", 0) if num_samples is None else num_samples
         now = self._clock()
         if now >= self._next_time or num_updates >= self._next_update:
@@ -120,11 +122,12 @@ class Progress:
             return None
         return max(0, self._total - num_updates) * (now - begin) / (num_updates - first)
 
-    def valid(self, subset: str, stats: Mapping[str, Any]) -> None:
+    def validated(self, stats: Mapping[str, Any]) -> None:
         """Show the scores of a validation; they stay on the screen."""
-        numbers = [f"{name} {value:.4g}" for name, value in stats.items() if name not in _NOT_SCORES and _is_number(value)]
-        text = f"{subset} at update {stats.get('num_updates', '?')}: {' '.join(numbers)}"
-        self._write(lambda view: view.say(text, {"event": "valid", "subset": subset, **stats}))
+        scores = {name: value for name, value in stats.items() if name not in _NOT_SCORES and _is_number(value)}
+        numbers = " ".join(f"{name} {value:.4g}" for name, value in scores.items())
+        text = f"validation at update {self._num_updates}: {numbers}"
+        self._write(lambda view: view.say(text, {"event": "valid", "num_updates": self._num_updates, **stats}))
 
     def close(self) -> None:
         """Leave the terminal as it was."""
