@@ -1,0 +1,215 @@
+"""The folder of a run: made, held by one live run at a time, and the config that is kept in it.
+
+Owns: `<run_dir>/.lock`, `<run_dir>/.hydra/` and how a saved config is found again. Must not know: which
+checkpoint a run goes on from (checkpoint_utils decides), Hydra (the folder keeps Hydra's name because people look for it there).
+
+What holds: of two processes at most one has `.lock` (flock, so a killed run lets go); `.hydra/config.yaml` is absent
+or whole at every instant; a config that was there before is in `.hydra/N/` before it is replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config import to_plain
+from trainer.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 5.0  # seconds that a start waits for a run that is just ending
+KEPT = ("config.yaml", "overrides.yaml")
+NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+def prepare(run_dir: str, cfg: DictConfig, is_master: bool, typed: Sequence[str] = ()) -> RunFolder:
+    """Make the folder, see that it can be written, and hold it until `close()` or the end of the process.
+
+    Only the master touches the disk. Nothing but the folder and its `.lock` is written; `write_config()` comes later,
+    when all that the config asks for has been built.
+    Raises: ConfigError where the folder cannot be made or written, or where a live run has it.
+    """
+    folder = RunFolder(Path(run_dir).expanduser(), cfg, typed)
+    if is_master:
+        folder.hold()
+    return folder
+
+
+class RunFolder:
+    """A run's folder. On other ranks than the master it does nothing."""
+
+    def __init__(self, path: Path, cfg: DictConfig, typed: Sequence[str] = ()) -> None:
+        self.path, self._cfg, self._typed = path, cfg, list(typed)
+        self._lock: int | None = None
+
+    def hold(self) -> None:
+        """Take the lock, or say who has it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir {str(self.path)!r} cannot be written ({error.strerror}). Choose another with run_dir=..."
+            ) from error
+        try:
+            _flock(lock, self.path)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+        _close_in_children(self)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+
+    def write_config(self) -> None:
+        """Keep this start's config and overrides in `.hydra/`, what was there before in `.hydra/N/`."""
+        if self._lock is None:
+            return
+        kept = self.path / ".hydra"
+        texts = {
+            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_plain(self._cfg))),
+            "overrides.yaml": OmegaConf.to_yaml(OmegaConf.create(list(self._typed))),
+        }
+        try:
+            kept.mkdir(exist_ok=True)
+            _keep_earlier(kept)
+            for name, text in texts.items():
+                _replace(kept / name, text)
+        except OSError as error:
+            raise ConfigError(f"{kept} cannot be written ({error.strerror}). Choose another folder with run_dir=...") from error
+
+    def close(self) -> None:
+        """Let go of the folder. The lock file stays: removing it would let two starts hold two different files."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _close_in_children(folder: RunFolder) -> None:
+    """A forked worker must not hold the lock: it may live a little longer than its parent."""
+    reference = weakref.ref(folder)
+
+    def forget() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()  # closing a child's copy of the descriptor leaves the parent's lock
+
+    os.register_at_fork(after_in_child=forget)
+
+
+def _flock(lock: int, path: Path) -> None:
+    import fcntl
+
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in NO_LOCKS_HERE:
+                return logger.warning("%s: this file system has no locks; see to it that one run at a time is here", path)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ConfigError(f"run_dir {str(path)!r} cannot be locked ({error.strerror}). Choose another: run_dir=...") from error
+        if time.monotonic() > deadline:
+            raise ConfigError(f"run_dir {str(path)!r} belongs to a run that is alive ({_holder(lock)}). Choose another: run_dir=...")
+        time.sleep(0.05)
+
+
+def _holder(lock: int) -> str:
+    pid, _, host = os.pread(lock, 200, 0).decode(errors="replace").strip().partition(" ")
+    return f"pid {pid} on {host}" if host else "its pid is not known"
+
+
+def _keep_earlier(kept: Path) -> None:
+    """Copy what is there into the next free number; a copy, so that `config.yaml` is never absent."""
+    if not (kept / "config.yaml").exists():
+        return
+    numbers = [int(entry.name) for entry in kept.iterdir() if entry.name.isdigit()]
+    earlier = kept / str(max(numbers, default=0) + 1)
+    earlier.mkdir()
+    for name in KEPT:
+        if (kept / name).exists():
+            shutil.copyfile(kept / name, earlier / name)
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(path.name + ".new")
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+
+
+# The config of a run that was
+
+
+def saved_config(run_dir: str) -> tuple[dict, str]:
+    """(plain config, the file it is from): `.hydra/config.yaml`, or the newest checkpoint that can be read.
+
+    The words of the file are data: no reference is resolved, nothing is imported.
+    Raises: ConfigError where the folder is missing or has neither.
+    """
+    folder = Path(run_dir).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"resume={run_dir}: there is no such folder")
+    path = folder / ".hydra" / "config.yaml"
+    problem = f"{path} is missing"
+    if path.exists():
+        try:
+            return _read_config(path), str(path)
+        except ConfigError as error:
+            problem = str(error)
+            logger.warning("%s; looking into the checkpoints instead", error)
+    found = _config_of_newest(folder / "checkpoints")
+    if found is not None:
+        return found
+    raise ConfigError(f"resume={run_dir}: {problem}, and no checkpoint that can be read is in {folder / 'checkpoints'}")
+
+
+def _read_config(path: Path) -> dict:
+    import yaml
+
+    try:
+        loaded = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(loaded, DictConfig) or not loaded:
+        raise ConfigError(f"{path} holds no config")
+    return OmegaConf.to_container(loaded, resolve=False)
+
+
+def _config_of_newest(folder: Path) -> tuple[dict, str] | None:
+    """(cfg, path) of checkpoint_last.pt, else of the readable checkpoint with the most updates."""
+    last = folder / "checkpoint_last.pt"
+    others = [path for path in sorted(folder.glob("*.pt")) if path != last]
+    for paths in ([last] if last.exists() else [], others):
+        found = [(*read, str(path)) for path in paths if (read := _config_in(path)) is not None]
+        if found:
+            return max(found, key=lambda each: each[0])[1:]
+    return None
+
+
+def _config_in(checkpoint: Path) -> tuple[int, dict] | None:
+    """(num_updates, cfg) of a checkpoint, its tensors left on the disk; None where it cannot be read."""
+    from checkpoint_file import CheckpointError, open_checkpoint
+
+    try:
+        with open_checkpoint(str(checkpoint)) as reader:
+            cfg, history = reader.skeleton.get("cfg"), reader.skeleton.get("optimizer_history")
+    except (OSError, CheckpointError) as error:
+        logger.warning("%s cannot be read: %s", checkpoint, str(error).splitlines()[0])
+        return None
+    if not isinstance(cfg, dict):
+        return None
+    return (history[-1]["num_updates"] if history else 0), cfg
