@@ -31,7 +31,13 @@ def common(**fields):
 
 
 def stats(num_updates, **fields):
-    return {"epoch": 1 + num_updates // 10, "num_updates": num_updates, "loss": 1 / (1 + num_updates), "lr": 0.1, **fields}
+    return {
+        "epoch": 1 + num_updates // 10,
+        "num_updates": num_updates,
+        "loss": 1 / (1 + num_updates),
+        "lr": 0.1,
+        **fields,
+    }
 
 
 def lines(run_dir):
@@ -119,7 +125,9 @@ def test_an_event_is_on_disk_at_once_and_train_lines_within_a_second(tmp_path):
 def test_a_train_line_costs_less_than_the_budget(tmp_path):
     log = RunLog(tmp_path, PLAIN)
     log.cut_after(0)
-    many = [stats(n, ppl=1.1 * n, correct=0.1 / n, gnorm=0.2 / n, sample_size=64.0, wall=0.3 * n) for n in range(1, 4001)]
+    many = [
+        stats(n, ppl=1.1 * n, correct=0.1 / n, gnorm=0.2 / n, sample_size=64.0, wall=0.3 * n) for n in range(1, 4001)
+    ]
     costs, yardstick = [], []
     for begin in range(0, 4000, 200):
         before = time.perf_counter()
