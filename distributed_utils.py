@@ -457,7 +457,7 @@ def all_reduce_dict(
     keys = sorted(data)
     wide = torch.float32 if comm.type == "mps" else torch.float64
     signature = zlib.crc32(repr([(key, tuple(getattr(data[key], "shape", ()))) for key in keys]).encode())
-    values = [torch.as_tensor(data[key]).detach().reshape(-1).to(comm, wide) for key in keys]
+    values = [torch.as_tensor(data[key], dtype=wide).detach().reshape(-1).to(comm) for key in keys]
     flat = torch.cat([torch.tensor([float(signature >> 8)], dtype=wide, device=comm), *values])
     if get_world_size(group) > 1:
         dist.all_reduce(flat, group=group)
@@ -739,7 +739,7 @@ def _view_of(position: int, tensor: Tensor) -> _View:
 
 
 def _overlapping(views: list[_View]) -> list[list[_View]]:
-    """Group views whose bytes overlap."""
+    """Group views that share memory."""
     groups: list[list[_View]] = []
     end = -1
     for view in sorted(views, key=lambda view: view.begin):
@@ -748,7 +748,29 @@ def _overlapping(views: list[_View]) -> list[list[_View]]:
         else:
             groups.append([view])
         end = max(end, view.end)
-    return groups
+    return [part for group in groups for part in _apart_if_interleaved(group)]
+
+
+def _apart_if_interleaved(group: list[_View]) -> list[list[_View]]:
+    """Take apart what overlaps in extent only, such as two columns of a large matrix: else the matrix would travel."""
+    alike: dict[tuple[Any, ...], list[_View]] = {}
+    for view in group:
+        alike.setdefault(view.identity, []).append(view)
+    distinct = [views[0] for views in alike.values()]
+    used = sum(view.core.numel() * view.core.element_size() for view in distinct)
+    extent = max(view.end for view in group) - group[0].begin
+    if len(distinct) == 1 or extent <= 2 * used or len({view.core.element_size() for view in distinct}) > 1:
+        return [group]
+    elements = torch.cat([_element_offsets(view.core) for view in distinct])
+    return list(alike.values()) if elements.unique().numel() == elements.numel() else [group]
+
+
+def _element_offsets(tensor: Tensor) -> Tensor:
+    """Where the elements of `tensor` stand in its storage, int64 [numel]."""
+    offsets = torch.tensor([tensor.storage_offset()])
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        offsets = (offsets[:, None] + torch.arange(size) * stride).reshape(-1)
+    return offsets
 
 
 def _lay_out_region(

@@ -1,0 +1,578 @@
+"""Objects, tensors and errors between ranks."""
+
+import math
+import os
+import pickle
+import time
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distributed_utils
+from distributed_utils import (
+    BUCKET_BYTES,
+    PACKED_BYTES,
+    CannotSendError,
+    Failure,
+    LaunchEnvironmentError,
+    PeerError,
+    agree,
+    all_gather_list,
+    all_reduce_dict,
+    broadcast_object,
+    broadcast_tensors,
+    launch_facts,
+    stale_variables,
+)
+from tests.dist.harness import RanksFailed, run_ranks, run_ranks_to_any_end
+
+# ----------------------------------------------------------------------------------------------------- broadcast_object
+
+
+def odd_nest() -> dict:
+    """One of each kind that a checkpoint may hold."""
+    torch.manual_seed(0)
+    matrix = torch.randn(6, 4)
+    image = torch.randn(2, 3, 4, 5)
+    base = torch.randn(1000)
+    tied = torch.randn(5, 7)
+    return {
+        "plain": [None, True, 0, -(2**70), 1.5, math.inf, "ü\ud800", b"\x00\xff", (1, (2,)), {3, "x"}, frozenset([4])],
+        "keys": {1: "int", "a": "text", (1, 2): "tuple", None: "none", 1.5: "float"},
+        "known": (complex(1, -2), torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), OrderedDict(b=1, a=2)),
+        "transposed": matrix.t(),
+        "permuted": image.permute(3, 1, 0, 2),
+        "channels_last": image.contiguous(memory_format=torch.channels_last),
+        "strided": base[5:500:7],
+        "column": matrix[:, 1],
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "expanded_twice": torch.randn(3, 1).expand(2, 3, 5),
+        "conj": torch.randn(3, dtype=torch.complex64).conj(),
+        "zero_dim": torch.tensor(3.25, dtype=torch.float64),
+        "empty": torch.empty(0, 5),
+        "empty_int": torch.empty(3, 0, dtype=torch.int64),
+        "one_line": torch.randn(1, 4, 1),
+        "bool": torch.tensor([True, False, True]),
+        "bf16": torch.randn(5).bfloat16(),
+        "half": torch.randn(5).half(),
+        "float8": torch.randn(9).to(torch.float8_e4m3fn),
+        "complex": torch.randn(2, 3, dtype=torch.complex128),
+        "int8": torch.arange(-4, 4, dtype=torch.int8),
+        "nan": torch.tensor([math.nan, -0.0, math.inf]),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "tied": [tied, tied, tied.t(), tied.view(-1)[7:14]],
+        "parts": [base[:100], base[900:]],
+        "mixed_views": [base[10:20], base.view(torch.uint8)[44:60]],
+    }
+
+
+def tensors_of(nest, path=""):
+    if isinstance(nest, torch.Tensor):
+        yield path, nest
+    elif isinstance(nest, dict):
+        for key, value in nest.items():
+            yield from tensors_of(value, f"{path}.{key}")
+    elif isinstance(nest, (list, tuple)):
+        for index, value in enumerate(nest):
+            yield from tensors_of(value, f"{path}.{index}")
+
+
+def raw(tensor):
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+
+
+def without_tensors(nest):
+    if isinstance(nest, torch.Tensor):
+        return "tensor"
+    if isinstance(nest, dict):
+        return type(nest)((key, without_tensors(value)) for key, value in nest.items())
+    if type(nest) in (list, tuple):
+        return type(nest)(without_tensors(value) for value in nest)
+    return nest
+
+
+def exact(value):
+    """Equality that tells True from 1 and a tuple from a list."""
+    if isinstance(value, dict):
+        return type(value), [(exact(key), exact(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [exact(item) for item in value]
+    return type(value), value
+
+
+def check_odd_nest(src_rank):
+    mine = odd_nest() if dist.get_rank() == src_rank else "ignored"
+    got = broadcast_object(mine, src_rank)
+    expected = odd_nest()
+    assert exact(without_tensors(got)) == exact(without_tensors(expected))
+    for (path, tensor), (_, wanted) in zip(tensors_of(got), tensors_of(expected), strict=True):
+        assert (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape), path
+        assert torch.equal(raw(tensor), raw(wanted)), path
+        dense = path in (".transposed", ".permuted", ".channels_last", ".expanded", ".tied.2")
+        assert not dense or tensor.stride() == wanted.stride(), path
+    if dist.get_rank() != src_rank:
+        assert not got["parameter"].requires_grad
+    first, again, turned, part = got["tied"]
+    first[1] = 7.0
+    assert again is first and (turned[:, 1] == 7).all() and (part == 7).all()
+    got["mixed_views"][0].zero_()
+    assert (got["mixed_views"][1] == 0).all()
+    assert got["strided"].untyped_storage().nbytes() <= 4000
+    return True
+
+
+@pytest.mark.parametrize("src_rank", [0, 2])
+def test_every_kind_of_value_and_tensor_arrives_equal(src_rank):
+    assert run_ranks(check_odd_nest, 3, src_rank) == [True] * 3
+
+
+def test_the_check_of_arrival_can_fail():
+    with pytest.raises(AssertionError):
+        assert exact(without_tensors({"a": True})) == exact(without_tensors({"a": 1}))
+
+
+def send_only_what_is_used():
+    base = torch.zeros(2**20)
+    got = broadcast_object({"strided": base[:: 2**18], "part": base[8:16]} if dist.get_rank() == 0 else None)
+    return [tensor.untyped_storage().nbytes() for tensor in got.values()]
+
+
+def test_a_view_of_a_large_base_does_not_bring_the_base():
+    assert run_ranks(send_only_what_is_used, 2)[1] == [16, 32]
+
+
+def send_in_buckets():
+    sizes = [PACKED_BYTES, PACKED_BYTES + 1, 1, BUCKET_BYTES + 5, 0, 3] + [PACKED_BYTES // 2] * 80
+    tensors = [torch.full((size,), index % 251, dtype=torch.uint8) for index, size in enumerate(sizes)]
+    messages = []
+    broadcast = dist.broadcast
+    dist.broadcast = lambda tensor, *args, **kw: messages.append(tensor.nbytes) or broadcast(tensor, *args, **kw)
+    got = broadcast_object(tensors if dist.get_rank() == 0 else None)
+    assert all(torch.equal(one, wanted) for one, wanted in zip(got, tensors, strict=True))
+    return messages
+
+
+def test_no_message_is_larger_than_a_bucket_and_small_blocks_share_one():
+    first, second = run_ranks(send_in_buckets, 2)
+    assert first == second
+    assert max(first) <= BUCKET_BYTES
+    assert len(first) <= 8
+
+
+def send_small():
+    calls = []
+    broadcast = dist.broadcast
+    dist.broadcast = lambda *args, **kwargs: calls.append(1) or broadcast(*args, **kwargs)
+    assert broadcast_object({"epoch": 3} if dist.get_rank() == 0 else None) == {"epoch": 3}
+    return len(calls)
+
+
+def test_a_small_plain_object_is_one_message():
+    assert run_ranks(send_small, 2) == [1, 1]
+
+
+def send_large_plain():
+    value = {str(index): [index, "x" * 100] for index in range(2000)}
+    return broadcast_object(value if dist.get_rank() == 0 else None) == value
+
+
+def test_a_plain_object_may_be_larger_than_the_header():
+    assert run_ranks(send_large_plain, 2) == [True, True]
+
+
+class Own:
+    pass
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+def send_own_class():
+    try:
+        broadcast_object({"model": [1, {"bad": Own()}]} if dist.get_rank() == 0 else None)
+    except (CannotSendError, PeerError) as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_value_that_cannot_be_sent_is_an_error_on_all_ranks_with_its_path():
+    (kind, message), (peer_kind, peer_message) = run_ranks(send_own_class, 2)
+    assert (kind, peer_kind) == ("CannotSendError", "PeerError")
+    for text in (message, peer_message):
+        assert "obj['model'][1]['bad']" in text and "Own" in text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Own(), Own, len, Pair(1, 2), SimpleNamespace(a=1), torch.randn(3).to_sparse(), torch.empty(2, device="meta")],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_not_plain_is_refused(value):
+    with pytest.raises(CannotSendError, match=r"obj\['key'\]"):
+        distributed_utils._encode({"key": value})
+
+
+def test_a_message_that_names_a_function_is_refused_unexecuted(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    with pytest.raises(pickle.UnpicklingError, match="only plain values"):
+        distributed_utils._loads(pickle.dumps(Evil()), distributed_utils._refuse)
+    assert not (tmp_path / "executed").exists()
+
+
+def within_a_subgroup():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    value = broadcast_object({"from": torch.tensor(dist.get_rank())} if dist.get_rank() == 2 else None, 2, group)
+    tensor = torch.full((3,), dist.get_rank())
+    broadcast_tensors([tensor], 2, group)
+    gathered = all_gather_list(dist.get_rank(), group)
+    total = all_reduce_dict({"n": dist.get_rank()}, group=group)
+    try:
+        agree(ValueError("mine") if dist.get_rank() == 2 else None, group)
+    except (PeerError, ValueError) as error:
+        return value["from"].item(), tensor.tolist(), gathered, total, getattr(error, "rank", "own")
+
+
+def test_src_rank_is_a_global_rank_in_subgroups():
+    results = run_ranks(within_a_subgroup, 3)
+    assert results[1] == (2, [2, 2, 2], [1, 2], {"n": 3}, 2)
+    assert results[2] == (2, [2, 2, 2], [1, 2], {"n": 3}, "own")
+
+
+# ---------------------------------------------------------------------------------------------------- broadcast_tensors
+
+
+def overwrite_in_place():
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    tensors = [
+        torch.nn.Parameter(torch.randn(4, 5)),
+        torch.randn(5, 4).t() if rank == 0 else torch.randn(4, 5),
+        torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        torch.tensor(rank + 0.5),
+        torch.zeros(0),
+        torch.tensor([rank == 1]),
+        torch.randn(7).to(torch.float8_e5m2),
+        torch.randn(PACKED_BYTES // 4 + 3),
+        torch.randn(1200, 1200).t(),
+    ]
+    before = [tensor.data_ptr() for tensor in tensors]
+    strides = [tensor.stride() for tensor in tensors]
+    broadcast_tensors(tensors, src_rank=1)
+    assert before == [tensor.data_ptr() for tensor in tensors]
+    assert strides == [tensor.stride() for tensor in tensors]
+    return [raw(tensor).numpy().tobytes() for tensor in tensors]
+
+
+def test_tensors_are_overwritten_in_place_whatever_their_layout():
+    first, second, third = run_ranks(overwrite_in_place, 3)
+    assert first == second == third
+
+
+# ------------------------------------------------------------------------------------- all_gather_list, all_reduce_dict
+
+
+def gather():
+    rank = dist.get_rank()
+    return all_gather_list({"rank": rank, "text": "x" * (1000 * rank), "pair": (rank, None)}), all_gather_list(rank)
+
+
+def test_every_rank_gets_all_data_in_order():
+    for objects, ranks in run_ranks(gather, 3):
+        assert [one["rank"] for one in objects] == ranks == [0, 1, 2]
+        assert [len(one["text"]) for one in objects] == [0, 1000, 2000]
+        assert objects[2]["pair"] == (2, None)
+
+
+def gather_unsendable():
+    try:
+        all_gather_list([Own()] if dist.get_rank() == 1 else 1)
+    except (CannotSendError, PeerError) as error:
+        return type(error).__name__, getattr(error, "rank", None)
+
+
+def test_data_that_cannot_be_gathered_is_an_error_on_all_ranks():
+    assert run_ranks(gather_unsendable, 3) == [("PeerError", 1), ("CannotSendError", None), ("PeerError", 1)]
+
+
+def reduce():
+    rank = dist.get_rank()
+    data = {"count": rank + 1, "loss": 0.1 * (rank + 1), "vector": torch.tensor([1.0, float(rank)]), "flag": rank == 1}
+    if rank == 1:
+        data = dict(reversed(data.items()))
+    return all_reduce_dict(data)
+
+
+def test_entries_are_summed_over_ranks_in_float64():
+    for total in run_ranks(reduce, 3):
+        assert total["count"] == 6 and type(total["count"]) is int
+        assert total["loss"] == pytest.approx(0.6, rel=1e-15)
+        assert total["flag"] == 1
+        assert total["vector"].dtype == torch.float64 and total["vector"].tolist() == [3.0, 3.0]
+
+
+def reduce_different_keys():
+    all_reduce_dict({"a" if dist.get_rank() == 0 else "b": 1.0})
+
+
+def test_different_entries_are_an_error():
+    with pytest.raises(RanksFailed, match="different entries"):
+        run_ranks(reduce_different_keys, 2)
+
+
+# -------------------------------------------------------------------------------------------------- agreement on errors
+
+
+class BadInput(ValueError):
+    exit_status = 2
+
+
+def disagree(failing):
+    try:
+        agree(BadInput("x" * 1000 + "end") if dist.get_rank() in failing else None)
+    except (BadInput, PeerError) as error:
+        return type(error).__name__, getattr(error, "rank", None), error.exit_status, "end" in str(error)
+    return "fine"
+
+
+def test_an_error_of_one_rank_is_raised_on_all():
+    peer = ("PeerError", 1, 2, True)
+    assert run_ranks(disagree, 3, (1,)) == [peer, ("BadInput", None, 2, True), peer]
+
+
+def test_without_an_error_agreement_returns():
+    assert run_ranks(disagree, 3, ()) == ["fine"] * 3
+
+
+def test_with_several_errors_each_failing_rank_keeps_its_own():
+    kinds = [one[:2] for one in run_ranks(disagree, 3, (1, 2))]
+    assert kinds == [("PeerError", 1), ("BadInput", None), ("BadInput", None)]
+
+
+# ------------------------------------------------------------------------------------------------ failures become known
+
+
+def publish_at_once():
+    dist.barrier()
+    first = distributed_utils.publish_failure(KeyError(f"of {dist.get_rank()}"))
+    dist.barrier()
+    assert distributed_utils.peer_failure() == first
+    return first
+
+
+def test_the_first_published_failure_stays():
+    failures = run_ranks(publish_at_once, 4)
+    assert len(set(failures)) == 1
+    assert failures[0].class_name == "KeyError" and failures[0].message == repr(f"of {failures[0].rank}")
+
+
+def no_failure_yet():
+    return distributed_utils.peer_failure()
+
+
+def test_nothing_published_is_none():
+    assert run_ranks(no_failure_yet, 2) == [None, None]
+
+
+def hang_while_a_peer_fails():
+    distributed_utils.PeerWatch(interval_s=0.1, grace_s=0.2)
+    if dist.get_rank() == 1:
+        distributed_utils.publish_failure(ValueError("gone wrong"))
+        time.sleep(20)
+    dist.barrier()
+
+
+def test_the_watch_ends_a_rank_that_hangs_in_a_collective():
+    begin = time.monotonic()
+    outcomes = run_ranks_to_any_end(hang_while_a_peer_fails, 3, peers_may_finish=1.0)
+    assert time.monotonic() - begin < 10
+    assert [outcomes[rank].exitcode for rank in (0, 2)] == [1, 1]
+    assert outcomes[1].hung  # the rank that failed is not ended by its own failure
+
+
+def watch_and_stop():
+    watch = distributed_utils.PeerWatch()
+    for _ in range(50):  # the watch uses the store at the same time, by a connection of its own
+        all_gather_list(1)
+        distributed_utils.peer_failure()
+    begin = time.monotonic()
+    watch.leaving()
+    watch.stop()
+    return time.monotonic() - begin
+
+
+def test_the_watch_does_not_delay_an_orderly_end():
+    assert max(run_ranks(watch_and_stop, 2)) < 0.9
+
+
+# ---------------------------------------------------------------------------------------------- without a process group
+
+
+def test_without_a_process_group_everything_works_as_one_rank():
+    nest = {"a": torch.ones(2).t(), "b": Own()}
+    assert broadcast_object(nest) is nest
+    broadcast_tensors([torch.ones(2)])
+    assert all_gather_list(nest) == [nest]
+    assert all_reduce_dict({"n": 2, "x": 0.5}) == {"n": 2, "x": 0.5}
+    agree(None)
+    with pytest.raises(KeyError):
+        agree(KeyError("own"))
+    distributed_utils.barrier()
+    assert (distributed_utils.get_rank(), distributed_utils.get_world_size()) == (0, 1)
+    assert distributed_utils.is_master() and distributed_utils.get_local_world_size() == 1
+    assert distributed_utils.peer_failure() is None
+    assert distributed_utils.publish_failure(KeyError("x")) == Failure(0, "KeyError", "'x'")
+
+
+# ------------------------------------------------------------------------------------------------ variables of a launch
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_TASK_PID": "4242",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NTASKS": "4",
+}
+
+
+def test_the_variables_of_torchrun_place_this_process():
+    facts = launch_facts(TORCHRUN)
+    assert (facts.rank, facts.world_size, facts.local_rank, facts.local_world_size) == (3, 4, 1, 2)
+    assert (facts.master_addr, facts.master_port) == ("node0", 29500)
+    assert facts.store_is_agents and facts.started_by_agent
+
+
+@pytest.mark.parametrize(
+    "left_over",
+    [
+        {},
+        {"RANK": "3"},
+        {"WORLD_SIZE": "8"},
+        {"MASTER_ADDR": "node7", "MASTER_PORT": "1234"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_LOCALID": "1"},
+        SRUN,
+    ],
+    ids=lambda env: ",".join(env) or "none",
+)
+def test_a_part_of_another_launch_is_none(left_over):
+    assert launch_facts(left_over, ancestors=[1000, 999]) is None
+    assert stale_variables(left_over) == [name for name in left_over if not name.startswith("SLURM")]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"RANK": "4"},
+        {"RANK": "-1"},
+        {"WORLD_SIZE": "two"},
+        {"LOCAL_RANK": "2"},
+        {"LOCAL_RANK": None},
+        {"LOCAL_WORLD_SIZE": "5"},
+        {"MASTER_PORT": "70000"},
+        {"MASTER_ADDR": None},
+        {"RANK": None},
+        {"RANK": "0"},
+    ],
+    ids=str,
+)
+def test_contradictory_variables_are_an_error_that_prints_them(change):
+    env = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
+    with pytest.raises(LaunchEnvironmentError) as caught:
+        launch_facts(env)
+    for name in distributed_utils.LAUNCH_VARIABLES:
+        assert name not in env or f"{name}={env[name]}" in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_srun_places_this_process_only_if_it_started_it():
+    facts = launch_facts(SRUN, ancestors=[5000, 4242, 1])
+    assert (facts.rank, facts.world_size, facts.local_rank, facts.local_world_size) == (3, 4, 1, 2)
+    assert facts.master_addr == "gpu03"
+    assert not facts.started_by_agent and not facts.store_is_agents
+    batch_script = {**SRUN, "SLURM_STEP_ID": str(0xFFFFFFFB)}
+    assert launch_facts(batch_script, ancestors=[5000, 4242, 1]) is None
+
+
+@pytest.mark.parametrize(
+    "nodelist, first",
+    [("gpu[03-05,9]-ib,other", "gpu03-ib"), ("one", "one"), ("a1,a2", "a1"), ("n[7]", "n7")],
+)
+def test_the_first_host_of_a_node_list(nodelist, first):
+    assert distributed_utils._first_host(nodelist) == first
+
+
+def test_an_agent_that_does_not_answer_is_an_error_in_seconds():
+    facts = launch_facts({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    begin = time.monotonic()
+    with pytest.raises(LaunchEnvironmentError, match="nobody answers"):
+        distributed_utils.init_process_group(facts=facts)
+    assert time.monotonic() - begin < 10
+    assert not dist.is_initialized()
+
+
+def join_by_ourselves():
+    distributed_utils.init_process_group()
+    assert dist.is_initialized() and dist.get_backend() == "gloo"
+    return distributed_utils.get_rank(), distributed_utils.get_world_size(), distributed_utils.get_local_world_size()
+
+
+def test_ranks_join_by_the_variables_of_their_launch():
+    assert run_ranks(join_by_ourselves, 3, init=False) == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
+
+
+def wait_for_one_that_does_not_come():
+    if dist.is_initialized() or os.environ["RANK"] == "1":
+        time.sleep(3)
+        return
+    cfg = distributed_utils.DistributedTrainingConfig(timeout_s=0.5)
+    try:
+        distributed_utils.init_process_group(cfg)
+    except TimeoutError as error:
+        return str(error)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    message = run_ranks(wait_for_one_that_does_not_come, 3, init=False)[0]
+    assert "missing: 1" in message
+
+
+def stopped_while_gathering():
+    if os.environ["RANK"] == "1":
+        return None
+    try:
+        distributed_utils.init_process_group(stop_requested=lambda: True)
+    except distributed_utils.StoppedAtStartError as error:
+        return error.exit_status
+
+
+def test_a_stop_request_while_the_ranks_gather_is_obeyed():
+    assert run_ranks(stopped_while_gathering, 2, init=False)[0] == 75
+
+
+def test_impossible_settings_are_named_with_their_override():
+    cfg = distributed_utils.DistributedTrainingConfig(distributed_world_size=0, timeout_s=0)
+    problems = cfg.problems()
+    assert len(problems) == 2
+    assert all("distributed_training." in problem and "=" in problem for problem in problems)
+    assert distributed_utils.DistributedTrainingConfig().problems() == []
