@@ -65,6 +65,16 @@ def test_the_time_left_after_a_resume_is_that_of_this_session():
     assert stream.getvalue().splitlines()[-1].endswith("64 samples/s eta 1:40")
 
 
+def test_a_run_that_stops_between_two_lines_ends_with_its_last_update():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(2000, stream=stream, clock=clock) as progress:
+        play(progress, clock, 1, 1234, 0.01)
+    lines = stream.getvalue().splitlines()
+    assert lines[-2].startswith("update 1200/2000") and lines[-1].startswith("update 1234/2000")
+    progress.close()
+    assert stream.getvalue().splitlines() == lines
+
+
 def test_throughput_follows_a_change_of_pace():
     stream, clock = io.StringIO(), Clock()
     with Progress(2000, stream=stream, clock=clock) as progress:
@@ -77,7 +87,7 @@ def test_an_unknown_end_gives_no_time_left_and_odd_numbers_are_shown():
     stream, clock = io.StringIO(), Clock()
     with Progress(None, stream=stream, clock=clock) as progress:
         play(progress, clock, 1, 70, 1.0, loss=float("nan"), gnorm=None, sample_size=2)
-    assert stream.getvalue().splitlines()[-1] == "update 61 epoch 1 loss nan lr 1.0e-04 2 samples/s"
+    assert stream.getvalue().splitlines()[-1] == "update 70 epoch 2 loss nan lr 1.0e-04 2 samples/s"
 
 
 def test_a_validation_is_a_line_of_its_own():
