@@ -149,6 +149,8 @@ class EpochBatchIterator:
         self.num_samples = _length_of(dataset, cfg.train_subset)
         self.num_workers, self.prefetch_factor = cfg.num_workers, cfg.prefetch_factor
         self.batching = Batching(cfg.max_tokens, cfg.batch_size, cfg.required_batch_size_multiple)
+        self._items_per_micro_batch = cfg.batch_size if cfg.max_tokens is None else 1
+        self._items_per_update = self._items_per_micro_batch * update_freq * world_size
         self.epoch = epoch
         self.samples_in_epoch = 0
         self.last_indices: list[list[int]] = []
@@ -181,14 +183,6 @@ class EpochBatchIterator:
     def next_epoch_idx(self) -> int:
         """The epoch of which `next_epoch_itr` gives the updates."""
         return self.epoch + 1 if self.end_of_epoch() else self.epoch
-
-    @property
-    def _items_per_micro_batch(self) -> int:
-        return self.batching.batch_size if self.batching.max_tokens is None else 1
-
-    @property
-    def _items_per_update(self) -> int:
-        return self._items_per_micro_batch * self.update_freq * self.world_size
 
     # ---- iterating
 
@@ -311,8 +305,8 @@ class EpochBatchIterator:
             raise ConfigError(f"the dataset of dataset.train_subset={subset} is empty")
         if self.world_size > self.num_samples:
             raise ConfigError(
-                f"{self.world_size} ranks, but the dataset of dataset.train_subset={subset} has only "
-                f"{self.num_samples} samples: set distributed_training.distributed_world_size={self.num_samples} or less"
+                f"{self.world_size} ranks, but the dataset of dataset.train_subset={subset} has only {self.num_samples} "
+                f"samples: set distributed_training.distributed_world_size={self.num_samples} or less"
             )
         if self.batching.max_tokens is not None:
             return len(self._order())
@@ -376,6 +370,7 @@ class _Updates:
     def end(self) -> None:
         """Nothing more is given out: the owner's position is somebody else's to move now."""
         self._ended = True
+        self._plans = self._requests = iter(())
 
     def _take_from_workers(self) -> tuple[UpdatePlan, list]:
         self._keep_workers_busy()
@@ -505,8 +500,8 @@ def _check_settings(cfg: DatasetConfig) -> None:
 def _length_of(dataset, subset: str) -> int:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
-            f"the dataset of subset {subset} is {type(dataset).__name__}, without __len__ or __getitem__: batches are a "
-            "function of the position, so it must be map-style (give samples by index)"
+            f"the dataset of subset {subset} is {type(dataset).__name__}, without __len__ or __getitem__: batches are "
+            "a function of the position, so it must be map-style (give samples by index)"
         )
     return len(dataset)
 

@@ -312,7 +312,7 @@ class WorkerPool:
         self._waiting: deque[tuple[int, list[int]]] = deque()  # (worker, indices) of the requests under way
         self._next_worker = 0
         self._pinning = _PinningThread(self._connections, self._processes) if pin_memory else None
-        # multiprocessing ends daemonic processes at exit by a SIGTERM, which ours ignore, and waits for them: come first
+        # At exit multiprocessing sends daemonic processes a SIGTERM, which ours ignore, and waits: be earlier than that.
         ending = (self._connections, self._processes, self._pinning)
         self.close = util.Finalize(self, _end_workers, ending, exitpriority=100)
 
@@ -355,7 +355,7 @@ def _start_workers(fetch: Fetcher, num_workers: int) -> tuple[list, list]:
             arguments = (fetch, worker, num_workers, there, list(ours), parent)
             process = context.Process(target=_work, args=arguments, daemon=True, name=f"data-worker-{worker}")
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking with threads: see the class
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12, on forking with threads
                 process.start()
             there.close()  # so that the worker alone holds it, and its death ends the connection
             processes.append(process)
