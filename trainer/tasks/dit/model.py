@@ -134,24 +134,26 @@ class DiT(nn.Module):
 
     Args:
         input_size: side S of the square input (pixels or latents), a multiple of patch_size.
+        input_size, in_channels, num_classes may be null in a config only where the task fills them in from its data.
         class_dropout_prob: share of labels replaced by "no class" while training; 0 makes guidance impossible.
         learn_sigma: give 2 * in_channels channels, the second half being the variance between its two bounds.
     """
 
     def __init__(
         self,
-        input_size: int = 32,
+        input_size: int | None = 32,
         patch_size: int = 2,
-        in_channels: int = 4,
+        in_channels: int | None = 4,
         hidden_size: int = 1152,
         depth: int = 28,
         num_heads: int = 16,
         mlp_ratio: float = 4.0,
         class_dropout_prob: float = 0.1,
-        num_classes: int = 1000,
+        num_classes: int | None = 1000,
         learn_sigma: bool = True,
     ) -> None:
         super().__init__()
+        _check_given(input_size=input_size, in_channels=in_channels, num_classes=num_classes)
         _check_sizes(input_size, patch_size, hidden_size, num_heads, class_dropout_prob)
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
         self.learn_sigma, self.num_classes, self.class_dropout_prob = learn_sigma, num_classes, class_dropout_prob
@@ -225,6 +227,12 @@ def sincos_position_embedding(hidden_size: int, grid_size: int) -> Tensor:
     line = torch.cat([angles.sin(), angles.cos()], dim=1)
     columns, rows = line.repeat(grid_size, 1), line.repeat_interleave(grid_size, dim=0)
     return torch.cat([columns, rows], dim=1).float().unsqueeze(0)
+
+
+def _check_given(**sizes: int | None) -> None:
+    missing = [name for name, size in sizes.items() if size is None]
+    if missing:
+        raise ConfigError(f"{', '.join(f'model.{name}' for name in missing)}: null, and no task knows it from its data.")
 
 
 def _check_sizes(input_size: int, patch_size: int, hidden_size: int, num_heads: int, dropout: float) -> None:
