@@ -290,18 +290,37 @@ def _connect(facts: LaunchFacts) -> dist.Store:
 
 
 def _gather(store: dist.Store, facts: LaunchFacts, limit: float, stop_requested: Callable[[], bool]) -> None:
-    """Return when all ranks have come. A wait inside the store would not see a signal, nor say who is missing."""
+    """Return when all ranks have come. A wait inside the store would not see a signal, nor say who is missing.
+
+    Whether to go or to stop is decided once, in the store: no rank goes on alone.
+    """
     store.set(f"came/{facts.rank}", "")
     store.add("came", 1)
-    deadline = time.monotonic() + limit
-    while store.add("came", 0) < facts.world_size:
-        if stop_requested():
+    begin = time.monotonic()
+    while True:
+        if store.add("came", 0) == facts.world_size:
+            decision = store.compare_set("decision", "", "go")
+        elif stop_requested():
+            decision = store.compare_set("decision", "", "stop")
+        else:
+            decision = store.get("decision") if store.check(["decision"]) else b""
+        if decision == b"go":
+            return
+        if decision == b"stop":
+            _wait_for_the_rest(store, facts)
             raise StoppedAtStartError(f"rank {facts.rank} was told to stop before all ranks had come")
-        if time.monotonic() > deadline:
+        if time.monotonic() - begin > limit:
             absent = [rank for rank in range(facts.world_size) if not store.check([f"came/{rank}"])]
             shown = ", ".join(map(str, absent[:10])) + (f" and {len(absent) - 10} more" if len(absent) > 10 else "")
             raise TimeoutError(f"rank {facts.rank} waited {limit:.0f} s for the other ranks; missing: {shown}")
         time.sleep(0.02)
+
+
+def _wait_for_the_rest(store: dist.Store, facts: LaunchFacts) -> None:
+    """Give ranks that are still starting a chance to learn of the stop: the agent kills them once one rank has left."""
+    deadline = time.monotonic() + 5.0
+    while store.add("came", 0) < facts.world_size and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:

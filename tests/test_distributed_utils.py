@@ -557,17 +557,22 @@ def test_a_rank_that_does_not_come_is_named():
     assert "missing: 1" in message
 
 
-def stopped_while_gathering():
-    if os.environ["RANK"] == "1":
-        return None
+def stopped_while_gathering(late):
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        time.sleep(late)
     try:
-        distributed_utils.init_process_group(stop_requested=lambda: True)
+        distributed_utils.init_process_group(stop_requested=lambda: rank == 0)
     except distributed_utils.StoppedAtStartError as error:
         return error.exit_status
+    return dist.is_initialized()
 
 
-def test_a_stop_request_while_the_ranks_gather_is_obeyed():
-    assert run_ranks(stopped_while_gathering, 2, init=False)[0] == 75
+@pytest.mark.parametrize("late", [0.0, 1.0])
+def test_a_stop_request_while_the_ranks_gather_is_obeyed_by_all_or_none(late):
+    ends = run_ranks(stopped_while_gathering, 3, late, init=False)
+    assert len(set(ends)) == 1
+    assert late == 0 or ends == [75] * 3
 
 
 def test_impossible_settings_are_named_with_their_override():

@@ -36,7 +36,7 @@ EXPLANATION_S = 4.0  # how long a rank that lost a peer waits to learn why
 KILL_AFTER_SECOND_INTERRUPT_S = 3.0
 
 # Their message says all; a traceback would hide it. By name: no module is imported for an error that it did not raise.
-_EXPLAINED = {"ConfigError", "NonFiniteError", "CheckpointError", "DatasetError", "PeerError"}
+_EXPLAINED = {"ConfigError", "NonFiniteError", "LossScaleFloorError", "CheckpointError", "DatasetError"}
 
 
 def run(
