@@ -23,6 +23,7 @@ import checkpoint_utils
 import distributed_utils
 from trainer import run_folder
 from trainer.config import config_differences, get_target, to_plain
+from trainer.data import valid_subsets
 from trainer.errors import ConfigError
 from trainer.logs import RunLog, setup_logging
 from trainer.preemption import StopRequest
@@ -77,7 +78,7 @@ class Run:
     def __init__(self, cfg: DictConfig, typed: Sequence[str], requests: StopRequest) -> None:
         self.cfg, self.typed, self.requests = cfg, list(typed), requests
         self.is_master = distributed_utils.is_master()
-        self.subsets = [name.strip() for name in (cfg.dataset.valid_subset or "").split(",") if name.strip()]
+        self.subsets = valid_subsets(cfg.dataset)
         self.log: RunLog | None = None
         self.progress: Progress | None = None
         self.folder: Any = None
@@ -102,7 +103,13 @@ class Run:
         num_updates = self.trainer.get_num_updates()
         self.log.cut_after(num_updates)
         self._report_start(extra_state)
-        self.progress = Progress(cfg, self.trainer, self.itr, enabled=self.is_master)
+        self.progress = Progress(self._total_updates(), cfg.common.log_format, distributed_utils.get_rank(), num_updates)
+
+    def _total_updates(self) -> int | None:
+        """The last update of the run as far as the limits tell."""
+        optimization = self.cfg.optimization
+        by_epochs = optimization.max_epoch * self.itr.num_updates_per_epoch
+        return min((limit for limit in (optimization.max_update, by_epochs) if limit > 0), default=None)
 
     def _check_metric(self) -> None:
         """A trial validation of one batch: the metric that ranks checkpoints must be among what validation gives."""
@@ -172,17 +179,21 @@ class Run:
             if status is not None:
                 return status
         for samples in self.itr.next_epoch_itr():
-            try:
-                stats = trainer.train_step(samples)
-            except ArithmeticError as error:
-                self._add_samples(error)
-                raise
-            if stats is not None:
-                self._log_update(stats)
-            status = self._between_updates(stepped=stats is not None)
+            status = self.update(samples)
             if status is not None:
                 return status
         return None
+
+    def update(self, samples: list) -> int | None:
+        """One update and the work behind it. Returns the exit status where the session ends here, else None."""
+        try:
+            stats = self.trainer.train_step(samples)
+        except ArithmeticError as error:
+            self._add_samples(error)
+            raise
+        if stats is not None:
+            self._log_update(stats)
+        return self._between_updates(stepped=stats is not None)
 
     def _add_samples(self, error: ArithmeticError) -> None:
         """The Trainer knows the micro-batch that went bad, the iterator which samples were in it."""
@@ -195,14 +206,8 @@ class Run:
     def _log_update(self, stats: dict[str, float]) -> None:
         num_updates = self.trainer.get_num_updates()
         if num_updates % self._log_interval == 0 or num_updates == 1:
-            self.log.train(
-                {
-                    "epoch": self.itr.epoch,
-                    "num_updates": num_updates,
-                    **stats,
-                    "wall": self.trainer.cumulative_training_time(),
-                }
-            )
+            wall = self.trainer.cumulative_training_time()
+            self.log.train({"epoch": self.itr.epoch, "num_updates": num_updates, **stats, "wall": wall})
         self.progress.update(num_updates, self.itr.epoch, stats)
 
     def _between_updates(self, stepped: bool = True) -> int | None:
@@ -321,7 +326,7 @@ class Run:
 
     def _already_finished(self, reason: str) -> int:
         num_updates = self.trainer.get_num_updates()
-        if not self.log.is_done(num_updates):  # the run was killed during its last words
+        if not distributed_utils.broadcast_object(self.log.is_done(num_updates)):  # killed during its last words
             return self._finish(reason)
         logger.info(
             "this run is finished: %s is reached (update %d, %s). To go on, type a higher limit, for example: %s",

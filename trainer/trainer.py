@@ -58,6 +58,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.run_id = distributed_utils.broadcast_object(uuid.uuid4().hex)
         self.log: Any = None  # a RunLog, given by the run
+        self.stop_after_seconds = math.inf  # of cumulative training time, given by the run
         self.requests: Any = None  # a preemption.StopRequest, given by the run
         self._datasets: dict[str, Any] = {}
 
@@ -306,7 +307,8 @@ class Trainer:
         changed = self._buffers_now() != self._buffer_versions
         if requests is None:
             return {"buffers_changed": changed}
-        return {"stop": requests.stop_requested, "save": requests.save_requested, "buffers_changed": changed}
+        stop = requests.stop_requested or self.cumulative_training_time() >= self.stop_after_seconds
+        return {"stop": stop, "save": requests.save_requested, "buffers_changed": changed}
 
     @property
     def stop_requested(self) -> bool:
@@ -340,12 +342,12 @@ class Trainer:
     def _optimizer_step(self, gnorm: float, loss: float, samples: list) -> bool:
         """Step unless the numbers are bad: fp16 shrinks its scale and skips, anything else is the end of the run."""
         finite = math.isfinite(gnorm) and math.isfinite(loss)
-        if not self.precision.update(overflow=not finite):
-            return False
-        if not finite:
+        if not finite and not self.precision.can_overflow:
             self._raise_non_finite(samples)
-        self.optimizer.step()
-        return True
+        self.precision.update(overflow=not finite, num_updates=self._num_updates + 1)
+        if finite:
+            self.optimizer.step()
+        return finite
 
     def lr_step_update(self) -> float:
         """Set the learning rate of the next update, a function of the number of updates done."""
@@ -584,7 +586,7 @@ class Trainer:
             return
         saved_ema = saved["extra_state"].get("ema")
         if saved_ema:
-            report.fresh += [f"ema of {name}" for name in self.ema.restore(saved_ema, reader.copy)]
+            report.fresh += [f"ema of {name}" for name in self.ema.restore(saved_ema, reader.copy).missing]
             report.restored.append("ema")
         else:
             self.ema = EMA(self.model, self.cfg.ema)

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["torch", "torch.distributed", "numpy", "pytest"]
+# torch._dynamo: torch imports it, for two seconds, when a process builds its first optimizer.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest"]
 PEERS_MAY_FINISH_S = 2.0  # after a rank failed, the others may say what they saw; then they are killed
 PR_SET_PDEATHSIG = 1
 

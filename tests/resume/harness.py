@@ -12,7 +12,7 @@ import torch
 from tests.dist.harness import Outcome, run_ranks_to_any_end
 
 # What may differ between a run and its twin: who it is, where it lies, and how long it took.
-PRIVATE = {"run_id", "run_dir", "save_dir", "previous_training_time", "wall"}
+PRIVATE = {"run_id", "run_dir", "save_dir", "previous_training_time", "wall", "num_workers"}
 
 
 def config(run_dir: Path, **sections: Any) -> dict:
