@@ -78,6 +78,16 @@ def test_without_a_file_the_plot_is_text_as_wide_as_the_terminal(tmp_path, capsy
     assert rows[1].startswith("*") and "*" not in rows[1][3:]  # 1/n begins high, on the left, and ends low
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "trainer.plot", str(run_dir)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=100)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_one_curve_is_drawn_in_finer_dots(tmp_path, capsys):
     assert plot.main([str(write_run(tmp_path / "run")), "--key", "accuracy"]) == 0
     text = capsys.readouterr().out

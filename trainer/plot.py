@@ -52,11 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_png(panels, Path(arguments.output).expanduser())
             print(arguments.output)
         else:
-            for panel in panels:
-                print(text_plot(panel, *_terminal_size()))
+            print("\n\n".join(text_plot(panel, *_terminal_size()) for panel in panels), flush=True)
     except ConfigError as error:
         print(f"fairtrain-plot: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head`: enough has been read; the flush at the end of Python must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
