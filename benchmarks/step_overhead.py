@@ -114,7 +114,6 @@ def measure(size: str, rounds: int, ranks: int) -> tuple[float, float, float]:
     """(median ms of the bare loop, of the Trainer, median of the paired ratios) of one size."""
     from trainer.config import complete_config
     from trainer.data import sample_order
-    from trainer.train import Run
 
     batch, width, layers = SIZES[size]
     num_updates = CHUNK * (rounds + 2)
@@ -133,7 +132,7 @@ def measure(size: str, rounds: int, ranks: int) -> tuple[float, float, float]:
                 times[side].append(_time(bare.update if side == "bare" else lambda: next(updates)))
         run.log.flush()
         if rank == 0:
-            _check_losses(Run, run, bare)
+            _check_losses(run, bare)
         run.close()
     bare_ms, trainer_ms = times["bare"][2:], times["trainer"][2:]
     ratios = [ours / theirs for ours, theirs in zip(trainer_ms, bare_ms)]
@@ -181,12 +180,14 @@ def _shared(folder: str, ranks: int) -> str:
     return distributed_utils.broadcast_object(folder) if ranks > 1 else folder
 
 
-def _check_losses(_, run, bare: BareLoop) -> None:
+def _check_losses(run, bare: BareLoop) -> None:
     from trainer.logs import read_log
 
     log = Path(run.cfg.run_dir) / "log.jsonl"
     losses = [line["loss"] for line in read_log(log) if line["event"] == "train"]
-    assert losses == bare.losses, "the two loops do not compute the same losses"
+    different = next((i for i, pair in enumerate(zip(losses, bare.losses)) if pair[0] != pair[1]), None)
+    assert different is None, f"update {different}: losses {losses[different]!r} and {bare.losses[different]!r}"
+    assert len(losses) == len(bare.losses), (len(losses), len(bare.losses))
 
 
 def _rank_main(rank: int, args: argparse.Namespace, port: int) -> None:

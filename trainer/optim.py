@@ -1,17 +1,14 @@
 """The optimizer: built from a config node, clipped, its state written and read by parameter name.
 
-Owns: parameter groups by pattern, which implementation (fused or not) runs, and the layout of the optimizer's state in a
-checkpoint. State is matched by name, keeps its saved dtype, and hyperparameters are never taken from a file.
+Owns: parameter groups by pattern, which implementation (fused or not) runs, and the layout of the optimizer's state in
+a checkpoint. State is matched by name, keeps its saved dtype, and hyperparameters are never taken from a file.
 Must not know: the Trainer, files, the schedule (it only finds `lr_scale` in each group).
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
-import importlib
 import inspect
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trainer.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from trainer.targets import get_target, nearest
 
 Copy = Callable[[list[tuple[Any, Tensor]]], None]
 
@@ -53,27 +49,9 @@ def plain_node(node: Any, section: str) -> dict[str, Any]:
     return dict(node)
 
 
-def resolve_class(path: str, base: type, section: str) -> type:
-    """The class that `path` ("package.module.Class") names. Only subclasses of `base` are taken; nothing is called."""
-    module_name, _, name = str(path).rpartition(".")
-    try:
-        module = importlib.import_module(module_name) if module_name else None
-    except ImportError as error:
-        raise ConfigError(f"{section}._target_={path}: cannot import {module_name} ({error}).") from error
-    found = getattr(module, name, None)
-    if isinstance(found, type) and issubclass(found, base):
-        return found
-    candidates = [key for key, value in vars(module or object).items() if isinstance(value, type) and issubclass(value, base)]
-    raise ConfigError(f"{section}._target_={path} is not a {base.__name__} class.{nearest(name, candidates)}")
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """A sentence that proposes the candidate closest to a mistyped `name`, or lists a few if none is close."""
-    candidates = sorted(set(candidates))
-    close = difflib.get_close_matches(name, candidates, n=1)
-    if close:
-        return f" Did you mean {close[0]}?"
-    return f" Known: {', '.join(candidates[:12])}." if candidates else ""
+def known_names(names: Iterable[str]) -> str:
+    """The end of a sentence about a name that is like none of `names`."""
+    return f" Known: {', '.join(sorted(names))}."
 
 
 def checked_fields(cls: type, given: Mapping[str, Any], skip: Collection[str], section: str) -> dict[str, Any]:
@@ -88,7 +66,8 @@ def checked_fields(cls: type, given: Mapping[str, Any], skip: Collection[str], s
     problems, fields = [], {}
     for name, value in given.items():
         if name not in known and not takes_anything:
-            problems.append(f"{section}.{name} is unknown to {cls.__name__}.{nearest(name, known)}")
+            hint = nearest(name, known) or known_names(known)
+            problems.append(f"{section}.{name} is unknown to {cls.__name__}.{hint}")
             continue
         try:
             fields[name] = _typed(value, known.get(name))
@@ -143,7 +122,7 @@ def build_optimizer(node: Any, named_parameters: Iterable[tuple[str, Tensor]], l
     Raises: ConfigError, which names the key.
     """
     fields = plain_node(node, "optimizer")
-    cls = resolve_class(fields.pop("_target_"), torch.optim.Optimizer, "optimizer")
+    cls = get_target(fields.pop("_target_"), torch.optim.Optimizer, "optimizer._target_")
     _refuse_unusable(cls)
     if "lr" in fields:
         raise ConfigError("optimizer.lr is not a field: the learning rate is optimization.lr.")
@@ -174,8 +153,8 @@ def _refuse_unusable(cls: type) -> None:
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"optimizer {cls.__name__} evaluates the loss several times in a step (it needs a closure); an update here has"
-            " one gradient. Choose another, such as optimizer=adamw."
+            f"optimizer {cls.__name__} evaluates the loss several times in a step (it needs a closure); an update here"
+            " has one gradient. Choose another, such as optimizer=adamw."
         )
     if cls is torch.optim.SparseAdam:
         raise ConfigError("optimizer SparseAdam needs sparse gradients, which are not supported. Try optimizer=adamw.")
@@ -191,7 +170,7 @@ def _checked_group(spec: Mapping[str, Any], index: int) -> dict[str, Any]:
         re.compile(spec["pattern"])
     except re.error as error:
         raise ConfigError(f"{key}.pattern={spec['pattern']!r} is no regular expression: {error}.") from error
-    spec = {name: _typed(value, None) for name, value in spec.items() if name != "pattern"} | {"pattern": spec["pattern"]}
+    spec = {name: value if name == "pattern" else _typed(value, None) for name, value in spec.items()}
     scale = spec.setdefault("lr_scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 <= scale < float("inf"):
         raise ConfigError(f"{key}.lr_scale must be a number, 0 or more (got {scale!r}).")
@@ -227,7 +206,7 @@ def _check_group_keys(optimizer: torch.optim.Optimizer, specs: list[dict]) -> No
         for key in spec.keys() - {"pattern", "lr_scale"} - known:
             raise ConfigError(
                 f"optimizer.groups[{index}].{key} is no hyperparameter of {type(optimizer).__name__}."
-                + nearest(key, known | {"lr_scale"})
+                + (nearest(key, known | {"lr_scale"}) or known_names(known | {"lr_scale"}))
             )
 
 
@@ -267,7 +246,9 @@ def name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Iterable
     for group in optimizer.param_groups:
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
-            raise ConfigError(f"build_optimizer took {len(unknown)} tensors that are no parameters (shapes {unknown[:3]}).")
+            raise ConfigError(
+                f"build_optimizer took {len(unknown)} tensors that the model does not have (shapes {unknown[:3]})."
+            )
         group["param_names"] = [names[id(p)] for p in group["params"]]
         group.setdefault("lr_scale", 1.0)
 
@@ -275,24 +256,26 @@ def name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Iterable
 # ---------------------------------------------------------------------------------------------------- clipping
 
 
-@torch.no_grad()
 def clip_grad_norm(tensors: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients so that their joint L2 norm is at most `max_norm`.
 
     Args:
-        tensors: parameters (those without a gradient are skipped) or gradients themselves, such as the flat buffers that
-            all gradients are views of. Any shape, any float dtype.
+        tensors: either parameters (those without a gradient are skipped) or gradients themselves, such as the flat
+            buffers that all gradients are views of. Any shape, any float dtype.
         max_norm: 0 turns clipping off; the norm is still computed.
     Returns: the norm before clipping, float32 [], on the gradients' device; no accelerator is waited for.
         If it is not finite the gradients are left as they are.
     Source:  Pascanu et al. 2013, arXiv:1211.5063.
     """
-    grads = [t.grad if t.requires_grad or isinstance(t, Parameter) else t for t in tensors]
-    grads = [g for g in grads if g is not None]
+    tensors = list(tensors)
+    if tensors and (tensors[0].requires_grad or isinstance(tensors[0], Parameter)):
+        grads = [grad for parameter in tensors if (grad := parameter.grad) is not None]
+    else:
+        grads = tensors
     if not grads:
         return torch.zeros((), dtype=torch.float32)
     try:
-        norm = _total_norm(grads)
+        norm = _total_norm(grads).detach()
     except (RuntimeError, NotImplementedError):
         if any(g.layout is not torch.strided for g in grads):
             raise ConfigError("Sparse gradients are not supported: build the embedding with sparse=False.") from None
@@ -311,16 +294,18 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
     else:  # halves would overflow at 65504 and lose digits; complex numbers and doubles have norms of their own dtype
         half = (torch.float16, torch.bfloat16)
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype in half else None).float() for g in grads]
-    if any(n.device != first.device for n in norms):
-        norms = [n.to(first.device) for n in norms]
+    if first.is_cuda:  # elsewhere all gradients share a device; asking each norm for its own costs as much as stacking
+        norms = [norm.to(first.device) for norm in norms]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
+@torch.no_grad()
 def _scale_to(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
     if norm.device.type == "cpu":
-        value = norm.item()
-        if max_norm < value < float("inf"):
-            torch._foreach_mul_(grads, max_norm / (value + 1e-6))
+        # In the norm's own precision: then the bits are those of torch.nn.utils.clip_grad_norm_.
+        coefficient = (max_norm / (norm + 1e-6)).item()
+        if 0 < coefficient < 1:
+            torch._foreach_mul_(grads, coefficient)
         return
     coefficient = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
     coefficient = torch.where(norm.isfinite(), coefficient, torch.ones_like(coefficient))
@@ -339,7 +324,7 @@ class OptimizerReport:
     """What `restore_optimizer_state` did, by parameter name."""
 
     restored: list[str] = field(default_factory=list)
-    fresh: list[str] = field(default_factory=list)  # trained here, unknown to the file (or left out): moments start at zero
+    fresh: list[str] = field(default_factory=list)  # unknown to the file, or excluded: moments start at zero
     dropped: list[str] = field(default_factory=list)  # state in the file whose parameter is not trained here
     by_order: bool = False  # the file has no names: matched by position
 
@@ -433,8 +418,8 @@ def _saved_names(
     if model_order is not None and len(model_order) == len(indices) and len(groups) == 1:
         return dict(zip(indices, model_order)), True
     raise ConfigError(
-        f"The optimizer state of the file has no parameter names, and its groups of {sizes} parameters do not fit the groups"
-        f" of {own} here. To go on without the saved moments, add: checkpoint.reset_optimizer=true"
+        f"The optimizer state of the file has no parameter names, and its groups of {sizes} parameters do not fit the"
+        f" groups of {own} here. To go on without the saved moments, add: checkpoint.reset_optimizer=true"
     )
 
 
@@ -495,7 +480,8 @@ def _counter(value: Any, parameter: Tensor, group: Mapping, optimizer: torch.opt
 def _nest(value: Any, old: Any, parameter: Tensor, pairs: list) -> Any:
     if _is_tensor(value):
         shape = tuple(value.shape)
-        if isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == (shape, value.dtype, parameter.device):
+        fits = (shape, value.dtype, parameter.device)
+        if isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == fits:
             target = old
         elif shape == tuple(parameter.shape):
             target = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
@@ -548,11 +534,13 @@ def apply_optimizer_overrides(optimizer: torch.optim.Optimizer, overrides: Any) 
     values = {}
     for key, value in overrides.items():
         if key in IMPLEMENTATION_KEYS and key in optimizer.defaults:
-            raise ConfigError(f"checkpoint.optimizer_overrides: {key} is a setting of this run; type optimizer.{key}={value}.")
+            raise ConfigError(
+                f"checkpoint.optimizer_overrides: {key} is a setting of this run; type optimizer.{key}={value}."
+            )
         if key not in known:
             raise ConfigError(
                 f"checkpoint.optimizer_overrides: {key} is no hyperparameter of {type(optimizer).__name__}."
-                + nearest(key, known | {"lr"})
+                + (nearest(key, known | {"lr"}) or known_names(known | {"lr"}))
             )
         values[key] = _typed(value, None)
     _check_values(optimizer, values)
@@ -568,4 +556,5 @@ def _check_values(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -
     try:
         type(optimizer)([torch.zeros(1, requires_grad=True)], **settings)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"checkpoint.optimizer_overrides: {type(optimizer).__name__} refuses them: {error}") from error
+        name = type(optimizer).__name__
+        raise ConfigError(f"checkpoint.optimizer_overrides: {name} refuses them: {error}") from error
