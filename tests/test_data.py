@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
 
 from trainer.data import (
     BatchIterator,
@@ -438,8 +438,10 @@ def test_a_dataset_that_draws_nothing_is_not_seeded_for(monkeypatch):
 
     monkeypatch.setattr("trainer.data_workers.seed_cpu", refuse)
     list(iterator().next_epoch_itr())
-    with pytest.raises(DatasetError, match="seeded"):
-        list(iterator(Noisy(8)).next_epoch_itr())
+    list(iterator(Subset(TensorDataset(torch.arange(30)), range(20))).next_epoch_itr())
+    for dataset in (Noisy(8), Subset(Noisy(8), range(8))):
+        with pytest.raises(DatasetError, match="seeded"):
+            list(iterator(dataset).next_epoch_itr())
 
 
 # ---- collation and what travels
@@ -479,8 +481,15 @@ class Rich(Numbers):
         }
 
 
-@pytest.mark.parametrize("pin_memory", [False, torch.cuda.is_available()])
-def test_batches_come_out_of_workers_as_they_went_in(pin_memory):
+@pytest.fixture
+def pinning(monkeypatch):
+    """The pinning thread at work; where there is no accelerator to pin for, it only passes on."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("torch.utils.data._utils.pin_memory.pin_memory", lambda batch: batch)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_batches_come_out_of_workers_as_they_went_in(pin_memory, pinning):
     here = iterator(Rich(10), collate_fn=lambda samples: samples)
     there = iterator(Rich(10), collate_fn=lambda samples: samples, num_workers=2, pin_memory=pin_memory)
     for one, other in zip(here.next_epoch_itr(), there.next_epoch_itr(), strict=True):
@@ -605,12 +614,14 @@ def test_a_batch_that_cannot_be_pickled_is_an_error_and_no_hang():
         list(itr.next_epoch_itr())
 
 
-def test_a_killed_worker_is_named_with_its_signal_and_no_process_is_left():
-    before = children()
-    itr = iterator(Numbers(40, {17: lambda: os.kill(os.getpid(), signal.SIGKILL)}), num_workers=2)
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_a_killed_worker_is_named_with_its_signal_and_no_process_is_left(pin_memory, pinning):
+    before, threads = children(), threading.active_count()
+    dataset = Numbers(40, {17: lambda: os.kill(os.getpid(), signal.SIGKILL)})
+    itr = iterator(dataset, num_workers=2, pin_memory=pin_memory)
     with pytest.raises(DatasetError, match=r"data worker process \d+ was killed by SIGKILL \(often"):
         list(itr.next_epoch_itr())
-    assert children() == before
+    assert children() == before and threading.active_count() == threads
 
 
 def test_a_worker_that_exits_is_an_error():
@@ -807,6 +818,7 @@ def test_changed_data_is_refused_naming_the_override():
     assert state["fingerprint"] == "abc"
     with pytest.raises(DataChangedError, match=r"fingerprint was 'abc'.*'abd'.*checkpoint.reset_dataloader=true"):
         iterator(other).load_state_dict(state)
+    assert str(pickle.loads(pickle.dumps(DataChangedError("x", 1, 2)))) == str(DataChangedError("x", 1, 2))
     iterator(one).load_state_dict(state)
     with pytest.raises(ConfigError, match="no samples_in_epoch.*checkpoint.reset_dataloader=true"):
         iterator().load_state_dict({"epoch": 3, "iterations_in_epoch": 7})

@@ -98,10 +98,13 @@ class DataChangedError(ConfigError):
     """The checkpoint's position was taken in other data than what is here now."""
 
     def __init__(self, what: str, saved: Any, now: Any) -> None:
+        super().__init__(what, saved, now)
         self.what, self.saved, self.now = what, saved, now
-        super().__init__(
-            f"the training data changed: {what} was {saved!r} when the checkpoint was saved and is {now!r} now, "
-            f"so its position means nothing here. To start the data again from epoch 1, add: {_RESET}"
+
+    def __str__(self) -> str:
+        return (
+            f"the training data changed: {self.what} was {self.saved!r} when the checkpoint was saved and is "
+            f"{self.now!r} now, so its position means nothing here. To start the data again from epoch 1, add: {_RESET}"
         )
 
 
@@ -305,8 +308,8 @@ class EpochBatchIterator:
             raise ConfigError(f"the dataset of dataset.train_subset={subset} is empty")
         if self.world_size > self.num_samples:
             raise ConfigError(
-                f"{self.world_size} ranks, but the dataset of dataset.train_subset={subset} has only {self.num_samples} "
-                f"samples: set distributed_training.distributed_world_size={self.num_samples} or less"
+                f"{self.world_size} ranks, but the dataset of dataset.train_subset={subset} has only "
+                f"{self.num_samples} samples: set distributed_training.distributed_world_size={self.num_samples}"
             )
         if self.batching.max_tokens is not None:
             return len(self._order())
@@ -357,8 +360,7 @@ class _Updates:
             raise StopIteration
         if self._pool is None:
             plan = next(self._plans)
-            with self._fetch.rng_kept():
-                batches = [self._fetch(self._epoch, indices or [plan.first]) for indices in plan.indices]
+            batches = self._fetch.fetch_here(self._epoch, _requests_of(plan))
         else:
             plan, batches = self._take_from_workers()
         if plan.first is not None:
@@ -396,8 +398,11 @@ class _Updates:
     def _requests_of_plans(self) -> Iterator[list[int]]:
         for plan in self._plans:
             self._ahead.append(plan)
-            for indices in plan.indices:
-                yield indices or [plan.first]
+            yield from _requests_of(plan)
+
+
+def _requests_of(plan: UpdatePlan) -> list[list[int]]:
+    return plan.indices if plan.first is None else [indices or [plan.first] for indices in plan.indices]
 
 
 class BatchIterator:
@@ -429,8 +434,7 @@ class BatchIterator:
 
     def _by_itself(self) -> Iterator[Any]:
         for indices in self._batches:
-            with self._fetch.rng_kept():
-                batch = self._fetch(None, indices)
+            (batch,) = self._fetch.fetch_here(None, [indices])
             self.last_indices = indices
             yield batch
 

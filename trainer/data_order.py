@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +30,7 @@ class Batching:
     multiple: int = 1
 
 
-@dataclass(frozen=True)
-class UpdatePlan:
+class UpdatePlan(NamedTuple):
     """What one rank reads for one update: sample indices per micro-batch, empty where the rank has no samples."""
 
     indices: list[list[int]]

@@ -28,13 +28,13 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import reduction, util
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from trainer.randomness import derive_seed
 
@@ -123,10 +123,11 @@ class Fetcher:
     def __init__(self, dataset, collate: Callable, seed: int, stream: str = "sample") -> None:
         self.dataset, self.collate, self.seed, self.stream = dataset, collate, seed, stream
         self.worker: int | None = None
-        self.draws = bool(getattr(dataset, "uses_rng", type(dataset) is not TensorDataset))
+        self.draws = _uses_rng(dataset)
         self._own_collation = collate is not collate_samples
         self._epoch: int | None = None
         self._stacked = type(dataset) is TensorDataset and not self._own_collation
+        self._whole = hasattr(dataset, "__getitems__") and not self.draws
         self._numpy_generator = np.random.MT19937(0)
 
     def __call__(self, epoch: int | None, indices: list[int]) -> Any:
@@ -153,7 +154,7 @@ class Fetcher:
                     seed_cpu(self._seed_of(self.stream, epoch, index))
                     samples.append(dataset[index])
                 return samples
-            if hasattr(dataset, "__getitems__"):
+            if self._whole:
                 return dataset.__getitems__(indices)
             samples = []
             for index in indices:
@@ -178,21 +179,26 @@ class Fetcher:
         except Exception as error:
             raise dataset_error(f"set_epoch({epoch}) of the dataset failed", error, worker=self.worker) from error
 
-    @contextlib.contextmanager
-    def rng_kept(self) -> Iterator[None]:
-        """Around fetches in the trainer's own process: whatever they draw, the trainer's own numbers do not move."""
+    def fetch_here(self, epoch: int | None, parts: list[list[int]]) -> list:
+        """A batch for each of `parts`, read in the trainer's own process, whose random numbers do not move by that."""
         if not (self.draws or self._own_collation):
-            yield
-            return
+            return [self(epoch, indices) for indices in parts]
         torch_state, python_state = torch.default_generator.get_state(), random.getstate()
         numpy_generator = np.random.get_bit_generator()
         np.random.set_bit_generator(self._numpy_generator)  # exchanged whole: its state takes 60 us to read
         try:
-            yield
+            return [self(epoch, indices) for indices in parts]
         finally:
             np.random.set_bit_generator(numpy_generator)
             random.setstate(python_state)
             torch.default_generator.set_state(torch_state)
+
+
+def _uses_rng(dataset) -> bool:
+    """What the dataset says, or what is known of torch's own kinds. Who says nothing is taken to draw."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return bool(getattr(dataset, "uses_rng", type(dataset) is not TensorDataset))
 
 
 def seed_cpu(seed: int) -> None:
@@ -312,7 +318,7 @@ class WorkerPool:
         self._waiting: deque[tuple[int, list[int]]] = deque()  # (worker, indices) of the requests under way
         self._next_worker = 0
         self._pinning = _PinningThread(self._connections, self._processes) if pin_memory else None
-        # At exit multiprocessing sends daemonic processes a SIGTERM, which ours ignore, and waits: be earlier than that.
+        # At exit multiprocessing sends daemonic processes a SIGTERM, which ours ignore, and waits: come before that.
         ending = (self._connections, self._processes, self._pinning)
         self.close = util.Finalize(self, _end_workers, ending, exitpriority=100)
 
@@ -325,7 +331,7 @@ class WorkerPool:
         self._next_worker = (worker + 1) % len(self._processes)
         self._waiting.append((worker, indices))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead worker is reported by its answer
-            self._connections[worker].send((epoch, indices))
+            self._connections[worker].send_bytes(pickle.dumps((epoch, indices)))
         if self._pinning:
             self._pinning.requests.put((worker, indices))
 
@@ -459,7 +465,7 @@ def _read_requests(connection, requests: queue.SimpleQueue) -> None:
     """Reads ahead, so that the trainer never blocks on a busy worker; the end of the connection ends the process."""
     while True:
         try:
-            requests.put(connection.recv())
+            requests.put(pickle.loads(connection.recv_bytes()))
         except (EOFError, OSError):
             os._exit(0)
 
