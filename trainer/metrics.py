@@ -16,7 +16,7 @@ import distributed_utils
 
 Number = float | int | Tensor
 
-# Places in the message of an update; the values of the logging outputs follow.
+# Places in the message of an update; the values of the logging outputs follow, then on how many ranks each was given.
 _SAMPLE_SIZE, _LOSS, _STOP, _SAVE, _BUFFERS, _NEW_NAMES = range(6)
 _NUM_RESERVED = 6
 
@@ -72,11 +72,12 @@ class GlobalSums:
         new_names = any(name not in self._names for name in local.outputs)
         values = [local.sample_size, local.loss, stop, save, buffers_changed, new_names]
         values += [local.outputs.get(name, 0.0) for name in self._names]
+        values += [name in local.outputs for name in self._names]
         self._message = _vector(values, self._device)
         self._work = torch.distributed.all_reduce(self._message, group=self._group, async_op=True)
 
     def finish(self) -> tuple[float, float, dict[str, float]]:
-        """The global (sample_size, loss, outputs). Outputs hold every name that any rank gave, in the same order."""
+        """The global (sample_size, loss, outputs). Outputs hold the names that any rank gave in this update."""
         local, self._local = self._local, None
         assert local is not None, "start comes before finish"
         if self._world_size == 1:
@@ -85,18 +86,19 @@ class GlobalSums:
         sums = self._message.tolist()
         self.stop_requested, self.save_requested = sums[_STOP] > 0, sums[_SAVE] > 0
         self.buffers_changed = sums[_BUFFERS] > 0
-        outputs = dict(zip(self._names, sums[_NUM_RESERVED:]))
         if sums[_NEW_NAMES] > 0:
-            outputs = self._gather_outputs(local)
-        return sums[_SAMPLE_SIZE], sums[_LOSS], outputs
+            return sums[_SAMPLE_SIZE], sums[_LOSS], self._gather_outputs(local)
+        places = range(_NUM_RESERVED, _NUM_RESERVED + len(self._names))
+        given = {name: sums[i] for name, i in zip(self._names, places) if sums[i + len(self._names)] > 0}
+        return sums[_SAMPLE_SIZE], sums[_LOSS], given
 
     def _gather_outputs(self, local: LocalSums) -> dict[str, float]:
         mine = {name: float(value) for name, value in local.outputs.items()}
         gathered = distributed_utils.all_gather_list(mine, self._group)
-        # The places of the message are sorted; new names go behind the ones that are there.
-        new = sorted({name for outputs in gathered for name in outputs} - set(self._names))
-        self._names = self._names + new
-        return {name: math.fsum(outputs.get(name, 0.0) for outputs in gathered) for name in self._names}
+        given = sorted({name for outputs in gathered for name in outputs})
+        # Sorted, so that what is logged does not show in which order names came up.
+        self._names = sorted({*self._names, *given})
+        return {name: math.fsum(outputs.get(name, 0.0) for outputs in gathered) for name in given}
 
 
 def _vector(values: list[Number], device: torch.device) -> Tensor:
