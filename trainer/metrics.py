@@ -50,7 +50,9 @@ def _plain(value: Number) -> Number:
 class GlobalSums:
     """The sums and requests that all ranks share in an update, in one float64 message.
 
-    The message is known after the last forward and travels while the last backward runs, so it costs no wait.
+    The message is known after the last forward and travels while the last backward runs, so it costs no wait. All
+    ranks get all messages and add them up exactly: an all-reduce adds in an order that depends on the place in the
+    message, and places depend on what was logged before, which would show in the last bit after a resume.
     Which value has which place is agreed when a name is first seen: the update that meets a new name gathers the
     outputs by name once, after its message has said so.
     """
@@ -59,7 +61,7 @@ class GlobalSums:
         self._group, self._world_size, self._device = group, world_size, device
         self._names: list[str] = []
         self._local: LocalSums | None = None
-        self._message: Tensor | None = None
+        self._messages: Tensor | None = None
         self._work: Any = None
         self.stop_requested = self.save_requested = self.buffers_changed = False
 
@@ -73,8 +75,9 @@ class GlobalSums:
         values = [local.sample_size, local.loss, stop, save, buffers_changed, new_names]
         values += [local.outputs.get(name, 0.0) for name in self._names]
         values += [name in local.outputs for name in self._names]
-        self._message = _vector(values, self._device)
-        self._work = torch.distributed.all_reduce(self._message, group=self._group, async_op=True)
+        message = _vector(values, self._device)
+        self._messages = message.new_empty(self._world_size * len(values))
+        self._work = torch.distributed.all_gather_into_tensor(self._messages, message, group=self._group, async_op=True)
 
     def finish(self) -> tuple[float, float, dict[str, float]]:
         """The global (sample_size, loss, outputs). Outputs hold the names that any rank gave in this update."""
@@ -83,7 +86,8 @@ class GlobalSums:
         if self._world_size == 1:
             return float(local.sample_size), float(local.loss), {k: float(v) for k, v in local.outputs.items()}
         self._work.wait()
-        sums = self._message.tolist()
+        rows = self._messages.view(self._world_size, -1).tolist()
+        sums = [math.fsum(column) for column in zip(*rows)]
         self.stop_requested, self.save_requested = sums[_STOP] > 0, sums[_SAVE] > 0
         self.buffers_changed = sums[_BUFFERS] > 0
         if sums[_NEW_NAMES] > 0:
