@@ -143,6 +143,7 @@ def test_swapping_exchanges_memory_and_comes_back_after_an_exception():
             raise KeyboardInterrupt
     assert net.embed.weight.data_ptr() == net.out.weight.data_ptr() == address
     assert all(torch.equal(tensor, trained[name]) for name, tensor in ema.training_state_dict(net).items())
+    ema.update(net, 2)
 
 
 def test_an_optimizer_goes_on_with_the_trained_weights_after_a_swap():

@@ -1,16 +1,18 @@
-"""Schedules are functions of (config, num_updates): any stopping point gives the trace of the run that never stopped."""
+"""Schedules are functions of (config, num_updates): any stopping point gives the trace of a run without stops."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from trainer.errors import ConfigError
-from trainer.lr_scheduler import SCHEDULER_KEYS, build_lr_scheduler
+from trainer.lr_scheduler import SCHEDULER_KEYS, adapt_scheduler, build_lr_scheduler
 
 OURS = "trainer.lr_scheduler."
 TORCH = "torch.optim.lr_scheduler."
@@ -228,13 +230,13 @@ def test_a_missing_horizon_names_both_keys(target):
 @pytest.mark.parametrize(
     "node, words",
     [
-        ({"_target_": OURS + "Cosine", "warmup_update": 3}, "warmup_update is unknown to Cosine. Did you mean warmup_updates?"),
+        ({"_target_": OURS + "Cosine", "warmup_update": 3}, "warmup_update is unknown .* Did you mean warmup_updates?"),
         ({"_target_": OURS + "Cosin"}, "Did you mean Cosine"),
         ({"_target_": TORCH + "StepLR", "step_size": 3, "gama": 0.1}, "Did you mean gamma?"),
         ({"_target_": TORCH + "StepLR"}, "step_size is needed"),
         ({"_target_": "torch.optim.AdamW"}, "neither"),
-        ({"_target_": "os.path.join"}, "not a"),
-        ({"_target_": "no_such_package.X"}, "cannot import"),
+        ({"_target_": "os.path.join"}, "not a class"),
+        ({"_target_": "no_such_package.X"}, "no module"),
         ({}, "_target_"),
         ({"_target_": OURS + "Fixed", "warmup_updates": -1}, "0 or more"),
         ({"_target_": OURS + "Fixed", "warmup_updates": "many"}, "expected int"),
@@ -305,3 +307,52 @@ def test_group_scales_hold_for_schedulers_with_rates_of_their_own():
         scheduler.step_update(update)
         first, second = optimizer.param_groups
         assert second["lr"] == pytest.approx(first["lr"] / 2)
+
+
+BY_A_TASK = {
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda u: 0.9**u),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 9, 9]),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.3, HORIZON + 1),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+}
+
+
+@pytest.mark.parametrize("name", BY_A_TASK)
+def test_a_scheduler_that_a_task_builds_itself_resumes_anywhere(name):
+    def built():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=LR, momentum=0.9)
+        return optimizer, adapt_scheduler(BY_A_TASK[name](optimizer), optimizer, LR)
+
+    optimizer, scheduler = built()
+    through = advance(optimizer, scheduler, 1, HORIZON)
+    for stop in (0, 1, 9, 30):
+        optimizer, scheduler = built()
+        advance(optimizer, scheduler, 1, stop)
+        state = OmegaConf.to_container(OmegaConf.create(scheduler.state_dict()))
+        for with_state in (True, False):
+            optimizer, scheduler = built()
+            if with_state:
+                scheduler.load_state_dict(state)
+            scheduler.step_update(stop)
+            assert advance(optimizer, scheduler, stop + 1, HORIZON) == through[stop:]
+
+
+def test_a_scheduler_of_another_kind_is_refused():
+    schedule = new(PURE["fixed"])[1]
+    assert adapt_scheduler(schedule, schedule.optimizer, LR) is schedule
+    with pytest.raises(ConfigError, match="build_lr_scheduler returned int"):
+        adapt_scheduler(3, schedule.optimizer, LR)
+
+
+OPTIONS = sorted((Path(__file__).parents[1] / "configs/lr_scheduler").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: path.stem)
+def test_every_option_of_the_group_builds_and_knows_its_fields(path):
+    checkpoint = {"maximize_best_checkpoint_metric": True}
+    cfg = OmegaConf.create({"checkpoint": checkpoint, "lr_scheduler": OmegaConf.load(path)})
+    _, scheduler = new(cfg.lr_scheduler, max_update=10000)
+    fields = set(inspect.signature(type(scheduler)).parameters) - {"optimizer", "lr", "max_update"}
+    assert fields == set(cfg.lr_scheduler) - {"_target_"}
+    for name in fields - {"maximize"}:
+        assert inspect.signature(type(scheduler)).parameters[name].default == cfg.lr_scheduler[name], name

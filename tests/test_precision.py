@@ -91,13 +91,13 @@ def test_the_floor_ends_the_run_with_a_sentence():
 @pytest.mark.parametrize("stop", range(12))
 def test_the_scaler_goes_on_after_a_restore(stop):
     outcomes = [i in (2, 3, 9) for i in range(12)]
-    through, resumed = (fp16(fp16_scale_window=2, fp16_scale_tolerance=0.4) for _ in range(2))
+    through, resumed = (fp16(fp16_scale_window=5, fp16_scale_tolerance=0.4) for _ in range(2))
     for index, overflow in enumerate(outcomes):
         through.update(overflow)
         resumed.update(overflow)
         if index == stop:
             state = resumed.state_dict()
-            resumed = fp16(fp16_scale_window=2, fp16_scale_tolerance=0.4)
+            resumed = fp16(fp16_scale_window=5, fp16_scale_tolerance=0.4)
             resumed.load_state_dict(state)
         assert resumed.state_dict() == through.state_dict()
 

@@ -1,8 +1,9 @@
 """The moving average of a model's weights.
 
 Owns: the averages, when and how fast they follow, and the exchange of trained and averaged weights for a validation.
-Float parameters are averaged in float32 (float64 in float64); every other tensor that a state_dict has (buffers, integer
-and bool parameters) is copied. How fast the average follows depends on num_updates alone, so nothing but the averages is state.
+Float parameters are averaged in float32 (float64 in float64); every other tensor that a state_dict has (buffers,
+integer and bool parameters) is copied. How fast the average follows depends on num_updates alone, so that nothing but
+the averages is state.
 Must not know: the Trainer, files, the optimizer.
 """
 
@@ -23,18 +24,22 @@ Copy = Callable[[list[tuple[Any, Tensor]]], None]
 
 @dataclass
 class EMAConfig:
-    store_ema: bool = field(default=False, metadata={"help": "keep a moving average of the weights, in the checkpoint too"})
+    store_ema: bool = field(
+        default=False, metadata={"help": "keep a moving average of the weights, in the checkpoint too"}
+    )
     ema_decay: float = field(
-        default=0.9999, metadata={"help": "share of the old average that stays at each averaging, 0 to 1 (0: a plain copy)"}
+        default=0.9999, metadata={"help": "share of the old average that stays each time, 0 to 1 (0: a plain copy)"}
     )
     ema_update_freq: int = field(default=1, metadata={"help": "average after every this many updates, 1 or more"})
     ema_start_update: int = field(
-        default=0, metadata={"help": "up to this update the average is a copy of the weights (0: average from the first)"}
+        default=0, metadata={"help": "before this update the average is a copy (0: average from the first update)"}
     )
     ema_warmup: bool = field(
         default=False, metadata={"help": "let the decay grow as (1 + n) / (10 + n), n updates after ema_start_update"}
     )
-    ema_validate: bool = field(default=False, metadata={"help": "validate the averaged weights instead of the trained ones"})
+    ema_validate: bool = field(
+        default=False, metadata={"help": "validate the averaged weights instead of the trained ones"}
+    )
 
     def problems(self) -> list[str]:
         found = []
@@ -87,7 +92,8 @@ class EMA:
 
     def __init__(self, model: nn.Module, cfg: Any) -> None:
         # Plain numbers: the fields of an OmegaConf node cost 30 us to read, as much as the averaging itself.
-        self.cfg = EMAConfig(**{name: getattr(cfg, name) for name in EMAConfig.__dataclass_fields__ if hasattr(cfg, name)})
+        names = EMAConfig.__dataclass_fields__
+        self.cfg = EMAConfig(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)})
         self.model = model
         self._aliases: dict[str, str] = {}  # every name of a state_dict -> the first name of the same tensor
         self._averages: dict[str, Tensor] = {}
@@ -111,7 +117,8 @@ class EMA:
                 del known[name]
             for name, tensor in current.items():
                 if start or name not in known:
-                    dtype = torch.promote_types(tensor.dtype, torch.float32) if known is self._averages else tensor.dtype
+                    wide = torch.promote_types(tensor.dtype, torch.float32) if known is self._averages else None
+                    dtype = wide or tensor.dtype
                     known[name] = tensor.detach().to(dtype, copy=True)
         self._averages = {name: self._averages[name] for name in parameters}
         self._copies = {name: self._copies[name] for name in others}
@@ -187,7 +194,8 @@ class EMA:
         wrong = [
             f"{name}: {list(saved[name].shape)} in the file, {list(self._averages[first].shape)} here"
             for name, first in self._aliases.items()
-            if name in saved and first in self._averages and tuple(saved[name].shape) != tuple(self._averages[first].shape)
+            if name in saved and first in self._averages
+            if tuple(saved[name].shape) != tuple(self._averages[first].shape)
         ]
         if wrong:
             more = f" (and {len(wrong) - 10} more)" if len(wrong) > 10 else ""
@@ -226,7 +234,8 @@ class EMA:
         """The model's state_dict with the weights that are being trained, also while the averages are swapped in."""
         state = model.state_dict()
         if self._trained is not None:
-            state.update({name: self._trained[first] for name, first in self._aliases.items() if first in self._trained})
+            trained = self._trained
+            state.update({name: trained[first] for name, first in self._aliases.items() if first in trained})
         return state
 
 

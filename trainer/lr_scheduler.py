@@ -1,23 +1,26 @@
 """Learning rates: each schedule is a pure function of (config, num_updates), with fairseq's formulas and names.
 
-Owns: the schedules, the adapter for classes of torch.optim.lr_scheduler, and what of them is state. Update u, counted from
-1, uses schedule(u - 1). Only a schedule that listens to validation scores remembers anything.
+Owns: the schedules, the adapter for classes of torch.optim.lr_scheduler, and what of them is state. Update u, counted
+from 1, uses schedule(u - 1). Only a schedule that listens to validation scores remembers anything.
 Must not know: the Trainer, files, epochs as such.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from trainer.errors import ConfigError
-from trainer.optim import checked_fields, plain_node, resolve_class
+from trainer.optim import checked_fields, plain_node
+from trainer.targets import get_target
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +179,8 @@ class Cosine(Schedule):
 
     lr_period_updates: length of the first period in updates. null: one period that ends at the horizon, and min_lr from
     then on. t_mult: how many times longer each period is than the one before. lr_shrink: factor per period.
-    warmup_init_lr: where the warmup begins (null: min_lr). total_num_update: the horizon (null: optimization.max_update).
+    warmup_init_lr: where the warmup begins (null: min_lr).
+    total_num_update: the horizon (null: optimization.max_update).
     """
 
     def __init__(
@@ -198,7 +202,7 @@ class Cosine(Schedule):
         self.warmup_init_lr = _or_default(warmup_init_lr, min_lr)
         self.t_mult, self.lr_shrink = t_mult, _positive("lr_shrink", lr_shrink)
         if t_mult < 1:
-            raise ConfigError(f"lr_scheduler.t_mult={t_mult} must be 1 or more: shorter and shorter periods would never end.")
+            raise ConfigError(f"lr_scheduler.t_mult={t_mult} must be 1 or more: ever shorter periods have an end.")
         if min_lr > lr:
             raise ConfigError(f"lr_scheduler.min_lr={min_lr} is above optimization.lr={lr}.")
         self.horizon = None
@@ -226,7 +230,8 @@ class Cosine(Schedule):
 class PolynomialDecay(Schedule):
     """Warmup from zero, then ((remaining updates) / (all updates)) ** power down to `end_learning_rate` at the horizon.
 
-    total_num_update: the horizon (null: optimization.max_update). With warmup the first update has rate 0, as in fairseq.
+    total_num_update: the horizon (null: optimization.max_update).
+    With warmup the first update has rate 0, as in fairseq.
     """
 
     def __init__(
@@ -380,10 +385,19 @@ class TorchScheduler:
     stands where a run with these settings would.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, lr: float, cls: type, fields: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr: float,
+        cls: type,
+        fields: Mapping[str, Any] = MappingProxyType({}),
+        given: torch.optim.lr_scheduler.LRScheduler | None = None,
+    ) -> None:
         self.optimizer, self.lr, self.cls, self.fields = optimizer, lr, cls, dict(fields)
         groups = optimizer.param_groups
+        self._given = given  # built by a task: how is not known, so that its first state stands for its settings
         self._before = [dict(group) for group in groups]
+        self._first_state = None if given is None else copy.deepcopy(given.state_dict())
         self._listens = cls is torch.optim.lr_scheduler.ReduceLROnPlateau
         self.inner = None
         self._rebuild()
@@ -395,6 +409,13 @@ class TorchScheduler:
         return self.cls.__name__
 
     def _rebuild(self) -> None:
+        self.num_updates = 0
+        if self._given is not None:
+            self.inner = self._given
+            self.inner.load_state_dict(copy.deepcopy(self._first_state))
+            for group, before in zip(self.optimizer.param_groups, self._before, strict=True):
+                group.update({key: before[key] for key in ("lr", *self._cycled(group))})
+            return
         for group, before in zip(self.optimizer.param_groups, self._before, strict=True):
             group.update({key: before[key] for key in self._cycled(group)})
             for key in SCHEDULER_KEYS:
@@ -402,7 +423,6 @@ class TorchScheduler:
             group["lr"] = self.lr * group.get("lr_scale", 1.0)
         with _quiet():
             self.inner = _torch_instance(self.cls, self.optimizer, self.fields)
-        self.num_updates = 0
 
     def set_base_lr(self, lr: float) -> None:
         """Another optimization.lr, in effect from the next update."""
@@ -418,7 +438,7 @@ class TorchScheduler:
         """Go to `num_updates`: usually one step, none if it stands there already."""
         if self._listens:
             self.num_updates = num_updates
-        elif num_updates == self.num_updates + 1:
+        elif num_updates == self.num_updates + 1 and getattr(self.optimizer, "_opt_called", False):
             self.inner.step()
             self.num_updates = num_updates
         elif num_updates != self.num_updates:
@@ -495,11 +515,12 @@ class TorchScheduler:
 
 
 def _torch_instance(cls: type, optimizer: torch.optim.Optimizer, fields: Mapping[str, Any]) -> Any:
-    """`cls(optimizer, **fields)`; nodes in a list (SequentialLR's `schedulers`) are built first, on the same optimizer."""
+    """`cls(optimizer, **fields)`; nodes in a list (SequentialLR's `schedulers`) are built first, on that optimizer."""
     built = {}
     scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
     for key, value in fields.items():
-        if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) and "_target_" in v for v in value):
+        is_list = isinstance(value, (list, tuple)) and value
+        if is_list and all(isinstance(item, Mapping) and "_target_" in item for item in value):
             value = [_nested(node, optimizer, f"lr_scheduler.{key}[{i}]") for i, node in enumerate(value)]
         elif key in ("max_lr", "base_lr") and isinstance(value, (int, float)) and set(scales) != {1.0}:
             value = [value * scale for scale in scales]
@@ -514,7 +535,7 @@ def _torch_instance(cls: type, optimizer: torch.optim.Optimizer, fields: Mapping
 
 def _nested(node: Mapping[str, Any], optimizer: torch.optim.Optimizer, section: str) -> Any:
     fields = plain_node(node, section)
-    cls = resolve_class(fields.pop("_target_"), torch.optim.lr_scheduler.LRScheduler, section)
+    cls = get_target(fields.pop("_target_"), torch.optim.lr_scheduler.LRScheduler, f"{section}._target_")
     return _torch_instance(cls, optimizer, checked_fields(cls, fields, ("self", "optimizer", "last_epoch"), section))
 
 
@@ -561,7 +582,7 @@ def build_lr_scheduler(
         raise ConfigError(f"optimization.lr must be a number, 0 or more (got {lr!r}).")
     fields = plain_node(node, "lr_scheduler")
     target = fields.pop("_target_")
-    cls = resolve_class(target, object, "lr_scheduler")
+    cls = get_target(target, where="lr_scheduler._target_")
     if issubclass(cls, Schedule) and cls is not Schedule:
         fields = checked_fields(cls, fields, ("self", "optimizer", "lr", "max_update"), "lr_scheduler")
         return cls(optimizer, float(lr), int(max_update or 0), **fields)
@@ -569,8 +590,24 @@ def build_lr_scheduler(
         fields = checked_fields(cls, fields, ("self", "optimizer", "last_epoch"), "lr_scheduler")
         return TorchScheduler(optimizer, float(lr), cls, fields)
     raise ConfigError(
-        f"lr_scheduler._target_={target} is neither a trainer.lr_scheduler.Schedule nor a torch.optim.lr_scheduler class."
+        f"lr_scheduler._target_={target} is neither a trainer.lr_scheduler.Schedule nor a torch.optim.lr_scheduler"
+        " class."
     )
+
+
+def adapt_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, lr: float) -> Any:
+    """What a task's own `build_lr_scheduler` returned, as something that is stepped by num_updates.
+
+    A freshly built torch.optim.lr_scheduler object is wrapped; whatever has `step_update` is taken as it is.
+    """
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        return TorchScheduler(optimizer, float(lr), type(scheduler), given=scheduler)
+    if not hasattr(scheduler, "step_update"):
+        raise ConfigError(
+            f"build_lr_scheduler returned {type(scheduler).__name__}, which is neither a trainer.lr_scheduler.Schedule"
+            " nor a torch.optim.lr_scheduler object."
+        )
+    return scheduler
 
 
 def _horizon(schedule: Schedule, total_num_update: int | None) -> int:

@@ -141,7 +141,7 @@ class Float16(BFloat16):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the saved scale. A file of a float32 run, or one that knows the scale only, leaves the rest fresh."""
+        """Go on with the saved scale. What the file does not know (it may be a float32 run's) is fresh."""
         self.loss_scale = float(state.get("loss_scale", self.loss_scale))
         self.updates_since_overflow = int(state.get("updates_since_overflow", 0))
         self.updates_since_change = int(state.get("updates_since_change", 0))
