@@ -11,7 +11,6 @@ Exit status: 0 done; 2 bad input, found before the first update; 75 stopped earl
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import traceback
@@ -31,7 +30,9 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """The console script. Leaves by os._exit: destructors of threads and libraries were seen to change the status."""
+    from trainer.launch import leave
+
     leave(run(sys.argv[1:]))
 
 
@@ -47,17 +48,6 @@ def run(argv: Sequence[str]) -> int:
     except Exception:
         traceback.print_exc()
         return FAILED
-
-
-def leave(status: int) -> NoReturn:
-    """End the process with this status, whatever destructors of threads and libraries would make of it."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # a closed pipe: nobody reads any more
-            pass
-    os._exit(status)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -89,9 +79,10 @@ def _launch(cfg: DictConfig, typed: list[str], argv: Sequence[str]) -> int:
     def train() -> int:
         from trainer import train
 
+        launch.set_num_threads(cfg.common.num_threads)
         return train.main(cfg, typed)
 
-    return launch.run(train, cfg.distributed_training, list(argv))
+    return launch.run(train, cfg.distributed_training, list(argv), cpu=cfg.common.cpu)
 
 
 # The command line
@@ -238,7 +229,7 @@ class _hydra:
             folder = Path(self._config_dir).expanduser().resolve()
             if not folder.is_dir():
                 raise ConfigError(f"--config-dir {self._config_dir}: there is no such folder")
-            search_path.append("command-line", f"file://{folder}")
+            search_path.prepend("command-line", f"file://{folder}", anchor="schema")
         GlobalHydra.instance().clear()
         return Hydra.create_main_hydra2(task_name="fairtrain", config_search_path=search_path)
 

@@ -343,7 +343,7 @@ def _check_node(cfg: DictConfig, name: str, given_class: type | None, problems: 
     for key, default in fields.defaults.items():
         if key not in node:
             node[key] = default
-    problems += [f"{name}.{key} must be given: {name}.{key}=..." for key in fields.required if key not in node]
+    problems += [f"{name}.{key} must be given: {name}.{key}=..." for key in fields.required if key not in node.keys()]
     types = node_types(name, fields)
     for key in [key for key in node if key != "_target_"]:
         if key in GIVEN_BY_TRAINER.get(name, {}):
@@ -389,11 +389,6 @@ def cross_problems(sections: Mapping[str, Any], cfg: DictConfig) -> list[str]:
     if not (optimization.max_update or optimization.max_epoch or optimization.stop_time_hours):
         problems.append(
             "nothing would end this run: give optimization.max_update, optimization.max_epoch or optimization.stop_time_hours"
-        )
-    if checkpoint.restore_file and checkpoint.finetune_from_model:
-        problems.append(
-            "checkpoint.restore_file and checkpoint.finetune_from_model exclude each other: the first continues a run, "
-            "the second takes its parameters only"
         )
     return problems + _problems_without_validation(dataset, checkpoint, cfg)
 

@@ -88,7 +88,7 @@ def _store(cfg: DictConfig, key: str, value: Any) -> None:
 def _delete(cfg: DictConfig, override: Override) -> None:
     parent, _, last = override.key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if parent else cfg
-    if not isinstance(node, DictConfig) or last not in node:
+    if not isinstance(node, DictConfig) or last not in node.keys():
         raise ConfigError(_no_such_key(cfg, override))
     OmegaConf.set_struct(node, False)
     del node[last]
@@ -102,9 +102,9 @@ def _exists(cfg: DictConfig, section: str, rest: str) -> bool:
         if rest == "_target_":
             return True
         head, _, deeper = rest.partition(".")
-        there = isinstance(cfg[section], DictConfig) and head in cfg[section]
+        there = isinstance(cfg[section], DictConfig) and head in cfg[section].keys()  # a key whose value is ??? too
         return there or head in _types_of_node(cfg, section)
-    return section in SECTIONS and rest.partition(".")[0] in cfg[section]
+    return section in SECTIONS and rest.partition(".")[0] in cfg[section].keys()
 
 
 def _no_such_key(cfg: DictConfig, override: Override) -> str:

@@ -101,18 +101,18 @@ def _blank_references(tree: Any, replaced: Iterable[str] = (), where: str = "") 
 
 
 def _check_references(cfg: DictConfig, references: Iterable[tuple[str, str]]) -> None:
-    owed = [(key, text) for key, text in references if OmegaConf.select(cfg, key, default=None, throw_on_missing=False) is None and _still_blank(cfg, key)]
+    owed = [(key, text) for key, text in references if _is_blank(cfg, key)]
     if owed:
-        lines = [f"{key} was saved as the reference {text}; type it again: '{key}={text}'" for key, text in owed]
-        raise ConfigError("references in a saved config are not resolved again.\n" + "\n".join(f"  - {line}" for line in lines))
+        lines = [f"  - {key} was saved as the reference {text}; type it again: '{key}={text}'" for key, text in owed]
+        raise ConfigError("\n".join(["references in a saved config are not resolved again:", *lines]))
 
 
-def _still_blank(cfg: DictConfig, key: str) -> bool:
+def _is_blank(cfg: DictConfig, key: str) -> bool:
     parent, _, last = key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if parent else cfg
     if isinstance(node, DictConfig):
-        return last in node and OmegaConf.is_missing(node, last)
-    return OmegaConf.is_list(node) and OmegaConf.is_missing(node, int(last))
+        return OmegaConf.is_missing(node, last)
+    return OmegaConf.is_list(node) and int(last) < len(node) and OmegaConf.is_missing(node, int(last))
 
 
 def _modules(chosen: DictConfig, replaced: Iterable[str], values: Sequence[Override]) -> set[str]:

@@ -52,25 +52,46 @@ class RunFolder:
     def __init__(self, path: Path, cfg: DictConfig, typed: Sequence[str] = ()) -> None:
         self.path, self._cfg, self._typed = path, cfg, list(typed)
         self._lock: int | None = None
+        self._made: list[Path] = []  # the folders that this start made, innermost first
 
     def hold(self) -> None:
         """Take the lock, or say who has it."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise ConfigError(
-                f"run_dir {str(self.path)!r} cannot be written ({error.strerror}). Choose another with run_dir=..."
-            ) from error
-        try:
-            _flock(lock, self.path)
-        except BaseException:
-            os.close(lock)
-            raise
+        lock = self._open_lock()
+        while True:
+            try:
+                _flock(lock, self.path)
+                if _is_the_file(lock, self.path / ".lock"):
+                    break
+                os.close(lock)
+                lock = self._open_lock()  # a start that was refused took the file with it
+            except BaseException:
+                os.close(lock)
+                raise
         self._lock = lock
         _close_in_children(self)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+
+    def _open_lock(self) -> int:
+        try:
+            self._made = self._made or [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            self.path.mkdir(parents=True, exist_ok=True)
+            return os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir {str(self.path)!r} cannot be written ({error.strerror}). Choose another with run_dir=..."
+            ) from error
+
+    def discard(self) -> None:
+        """This start is refused: take away the folders that it made, if nobody has put anything in them."""
+        if self._lock is not None and self._made and os.listdir(self.path) == [".lock"]:
+            os.unlink(self.path / ".lock")
+            for folder in self._made:
+                try:
+                    folder.rmdir()
+                except OSError:
+                    break  # somebody else uses it
+        self.close()
 
     def write_config(self) -> None:
         """Keep this start's config and overrides in `.hydra/`, what was there before in `.hydra/N/`."""
@@ -90,10 +111,17 @@ class RunFolder:
             raise ConfigError(f"{kept} cannot be written ({error.strerror}). Choose another folder with run_dir=...") from error
 
     def close(self) -> None:
-        """Let go of the folder. The lock file stays: removing it would let two starts hold two different files."""
+        """Let go of the folder. The lock file stays."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _is_the_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _close_in_children(folder: RunFolder) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
-from trainer.overrides import Override, parse, read_value
+from trainer.overrides import Override, parse
 
 START_ME_AGAIN = 75
 LONGEST = 120  # letters of a folder's name
@@ -70,16 +70,16 @@ def _points(flags: argparse.Namespace) -> list[list[str]]:
 def _choices(override: Override, config_loader: Any) -> list[str]:
     """What one override stands for: itself, or each value of its sweep."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import QuotedString, ValueType
+    from hydra.core.override_parser.types import ChoiceSweep, QuotedString
     from hydra.errors import HydraException
 
     try:
-        parsed = OverridesParser.create(config_loader=config_loader).parse_override(override.text)
+        parsed = OverridesParser.create(config_loader=config_loader).parse_overrides([override.text])[0]
         if not parsed.is_sweep_override():
             return [override.text]
         if not parsed.is_discrete_sweep():
             raise ConfigError(f"{override.text}: an interval has no end of values; give a choice or a range")
-        if parsed.value_type == ValueType.CHOICE_SWEEP and _is_text_key(override.key):
+        if isinstance(parsed._value, ChoiceSweep) and _is_text_key(override.key):
             odd = [item for item in parsed._value.list if not isinstance(item, (str, QuotedString))]
             if odd:
                 raise ConfigError(f"{override.text}: {override.key} is text: put each value in quotes, such as \"'{odd[0]}'\"")
@@ -111,7 +111,7 @@ def point_name(overrides: Sequence[str]) -> str:
     if safe == plain and 0 < len(safe) <= LONGEST:
         return safe
     digest = hashlib.sha256("\0".join(exact).encode()).hexdigest()[:10]
-    return f"{safe[: LONGEST - 11]}-{digest}"
+    return f"{safe[: LONGEST - 11] or 'point'}-{digest}"
 
 
 # Running

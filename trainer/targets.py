@@ -27,20 +27,25 @@ TRUSTED_MODULES = ("trainer", "torch.nn", "torch.optim")  # whose classes a save
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """' Did you mean x?', or '' where no candidate is near. For the end of a sentence.
 
-    Dotted names of one section are compared by what follows the section, others also by their last parts, so that
-    `lr` and `common.lr` both bring `optimization.lr`.
+    Dotted names are compared by what follows the section, with some favour for the section named; the whole name
+    counts where there is no such section. So `lr` and `common.lr` bring `optimization.lr`, `optimisation.lr` too.
     """
-    scores = {candidate: _likeness(name, candidate) for candidate in candidates}
+    candidates = list(candidates)
+    section = name.rpartition(".")[0]
+    section_exists = section in {candidate.rpartition(".")[0] for candidate in candidates}
+    scores = {candidate: _likeness(name, candidate, section_exists) for candidate in candidates}
     best = max(scores, key=scores.__getitem__, default=None)
     return f" Did you mean {best}?" if best is not None and scores[best] >= 0.6 else ""
 
 
-def _likeness(name: str, candidate: str) -> float:
+def _likeness(name: str, candidate: str, section_exists: bool) -> float:
     section, _, leaf = name.rpartition(".")
     candidates_section, _, candidates_leaf = candidate.rpartition(".")
+    if section and not candidates_section:
+        return 0.0  # whoever wrote a section and a field did not mean a section alone
     by_leaf = difflib.SequenceMatcher(None, leaf, candidates_leaf).ratio()
-    if section == candidates_section:
-        return by_leaf + 0.1
+    if section_exists and section:
+        return by_leaf + (0.1 if section == candidates_section else 0.0)
     return max(difflib.SequenceMatcher(None, name, candidate).ratio(), by_leaf)
 
 
