@@ -108,7 +108,9 @@ class RunFolder:
             for name, text in texts.items():
                 _replace(kept / name, text)
         except OSError as error:
-            raise ConfigError(f"{kept} cannot be written ({error.strerror}). Choose another folder with run_dir=...") from error
+            raise ConfigError(
+                f"{kept} cannot be written ({error.strerror}). Choose another folder with run_dir=..."
+            ) from error
 
     def close(self) -> None:
         """Let go of the folder. The lock file stays."""
@@ -145,11 +147,17 @@ def _flock(lock: int, path: Path) -> None:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in NO_LOCKS_HERE:
-                return logger.warning("%s: this file system has no locks; see to it that one run at a time is here", path)
+                return logger.warning(
+                    "%s: this file system has no locks; see to it that one run at a time is here", path
+                )
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise ConfigError(f"run_dir {str(path)!r} cannot be locked ({error.strerror}). Choose another: run_dir=...") from error
+                raise ConfigError(
+                    f"run_dir {str(path)!r} cannot be locked ({error.strerror}). Choose another: run_dir=..."
+                ) from error
         if time.monotonic() > deadline:
-            raise ConfigError(f"run_dir {str(path)!r} belongs to a run that is alive ({_holder(lock)}). Choose another: run_dir=...")
+            raise ConfigError(
+                f"run_dir {str(path)!r} belongs to a run that is alive ({_holder(lock)}). Choose another: run_dir=..."
+            )
         time.sleep(0.05)
 
 

@@ -46,7 +46,11 @@ def main(cfg: DictConfig, typed: Sequence[str] = ()) -> int:
     with StopRequest() as requests:
         run = Run(cfg, typed, requests)
         try:
-            run.prepare()
+            try:
+                run.prepare()
+            except BaseException:
+                run.discard()
+                raise
             return run.train()
         finally:
             run.close()
@@ -348,6 +352,11 @@ class Run:
     def _extension(self, reason: str) -> str:
         key, value = reason.split("=")
         return f"{key}={2 * float(value):g}" if "." in value else f"{key}={2 * int(value)}"
+
+    def discard(self) -> None:
+        """The run is refused before its first update: leave no trace of it."""
+        if self.folder is not None:
+            self.folder.discard()
 
     def close(self) -> None:
         for part in (self.progress, self.log, self.folder):
