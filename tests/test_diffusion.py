@@ -122,3 +122,9 @@ def test_guidance_without_class_dropout_is_refused_with_the_way_out():
 def test_an_unknown_schedule_is_named():
     with pytest.raises(ConfigError, match="criterion.noise_schedule=quad"):
         build_diffusion(noise_schedule="quad")
+
+
+def test_a_linear_schedule_of_too_few_steps_is_refused_rather_than_infinite():
+    assert torch.isfinite(build_diffusion(21).sqrt_recip_signal).all()
+    with pytest.raises(ConfigError, match="at least 21 steps"):
+        build_diffusion(20)

@@ -21,6 +21,7 @@ class DiffusionCriterion(nn.Module):
 
     def __init__(self, diffusion_steps: int = 1000, noise_schedule: str = "linear") -> None:
         super().__init__()
+        self.diffusion_steps, self.noise_schedule = diffusion_steps, noise_schedule
         self.diffusion = build_diffusion(diffusion_steps, noise_schedule)
 
     def forward(self, model: nn.Module, sample: tuple[Tensor, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:

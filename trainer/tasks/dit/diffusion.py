@@ -26,6 +26,9 @@ Denoiser = Callable[[Tensor, Tensor], Tensor]   # (x [B, C, S, S], original time
 def linear_betas(num_steps: int) -> Tensor:
     """Variances added per step, float64 [num_steps]: evenly from 1e-4 to 0.02 at 1,000 steps, scaled for others."""
     scale = 1000 / num_steps
+    if scale * 0.02 >= 1:
+        raise ConfigError(f"criterion.diffusion_steps={num_steps}: the linear schedule needs at least 21 steps, its last "
+                          "one would leave nothing of the image. Set criterion.noise_schedule=squaredcos_cap_v2 for fewer")
     return torch.linspace(scale * 1e-4, scale * 0.02, num_steps, dtype=torch.float64)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.randomness import derive_seed
-from trainer.tasks.dit.task import DiffusionTask, _setting
+from trainer.tasks.dit.task import DiffusionTask, _setting, sampling_problems
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +112,7 @@ class Digits(DiffusionTask):
     def draw_digits(self, per_class: int) -> tuple[Tensor, np.ndarray]:
         """Samples [10 * per_class, 1, 8, 8] in [-1, 1], class after class, and their labels."""
         labels = np.repeat(np.arange(NUM_CLASSES), per_class)
-        cfg_scale = self.cfg.task.cfg_scale if self.cfg.model.class_dropout_prob > 0 else 1.0
-        return self.draw(labels.tolist(), self.cfg.task.sample_steps, cfg_scale, clip=True), labels
+        return self.draw(labels.tolist(), self.cfg.task.sample_steps, self.cfg.task.cfg_scale, clip=True), labels
 
     def _judge(self, samples: Tensor, labels: np.ndarray) -> tuple[float, float]:
         """The classifier's accuracy on held-out real digits, and on the samples, brought to whole grey values first."""
@@ -130,8 +129,7 @@ def config_problems(cfg: Any) -> list[str]:
         problems.append(f"task.valid_fraction is {task.valid_fraction}, it must be 0 or more and below 1")
     if task.samples_per_class < 0 or task.pictured_per_class < 1:
         problems.append("task.samples_per_class must be 0 or more, task.pictured_per_class 1 or more")
-    if not 1 <= task.sample_steps <= cfg.criterion.diffusion_steps:
-        problems.append(f"task.sample_steps is {task.sample_steps}, it must be 1 to {cfg.criterion.diffusion_steps}")
+    problems += sampling_problems(task.sample_steps, cfg.criterion)
     wanted = {"input_size": SIDE, "in_channels": 1, "num_classes": NUM_CLASSES}
     problems += [f"model.{name} is {model[name]}, but the digits need model.{name}={value}"
                  for name, value in wanted.items() if name in model and model[name] != value]

@@ -163,7 +163,7 @@ class FolderDataset(torch.utils.data.Dataset):
         pixels = read_image(path, self.size, self.channels)
         if self.augment and torch.rand(()) < 0.5:
             pixels = pixels[:, ::-1]
-        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))) / 127.5 - 1
+        return torch.from_numpy(pixels.transpose(2, 0, 1).copy()) / 127.5 - 1
 
     def _latent(self, path: str) -> Tensor:
         latent = read_latent(path)

@@ -38,8 +38,9 @@ class DiffusionTask(Trainer):
         A function of the weights, common.seed, num_updates and the arguments: not of how the run got here. It draws
         from the default generators, which are seeded anew before each update.
         """
-        criterion = self.cfg.criterion
+        criterion = self.criterion
         diffusion = build_diffusion(criterion.diffusion_steps, criterion.noise_schedule, steps).to(self.device)
+        cfg_scale = cfg_scale if self.model.class_dropout_prob > 0 else 1.0   # without "no class" nothing guides
         averaged = self.ema is not None
         was_training = self.model.training
         with self.ema.swapped_in(self.model) if averaged else contextlib.nullcontext():
@@ -113,12 +114,11 @@ class ClassConditionalImages(DiffusionTask):
 
     def after_validate(self, stats: dict[str, float]) -> None:
         """Rank 0 writes samples/update_N.png: the first classes, one image each."""
-        task, model = self.cfg.task, self.cfg.model
+        task, model = self.cfg.task, self.model
         if task.sample_num_classes == 0 or not self.is_data_parallel_master:
             return
         labels = list(range(min(task.sample_num_classes, model.num_classes)))
-        cfg_scale = task.sample_cfg_scale if model.class_dropout_prob > 0 else 1.0
-        images = self.draw(labels, task.sample_steps, cfg_scale, clip=model.in_channels in (1, 3))
+        images = self.draw(labels, task.sample_steps, task.sample_cfg_scale, clip=model.in_channels in (1, 3))
         num_updates = self.get_num_updates()
         try:
             path = self.write_picture(images, f"samples/update_{num_updates}.png", columns=4)
@@ -140,10 +140,17 @@ def config_problems(task: Any, criterion: Any) -> list[str]:
         problems.append(f"task.image_size is {task.image_size}, it must be 1 or more")
     if task.sample_num_classes < 0:
         problems.append(f"task.sample_num_classes is {task.sample_num_classes}, it must be 0 or more")
-    steps = criterion.diffusion_steps if criterion is not None else 1
-    if not 1 <= task.sample_steps <= steps:
-        problems.append(f"task.sample_steps is {task.sample_steps}, it must be 1 to criterion.diffusion_steps={steps}")
-    return problems
+    return problems + sampling_problems(task.sample_steps, criterion)
+
+
+def sampling_problems(sample_steps: int, criterion: Any) -> list[str]:
+    """A sentence where more steps of sampling are asked for than the process of cfg.criterion has."""
+    if criterion is None:
+        return ["criterion is not given: set criterion=diffusion"]
+    steps = criterion.get("diffusion_steps", 1000)
+    if 1 <= sample_steps <= steps:
+        return []
+    return [f"task.sample_steps is {sample_steps}, it must be 1 to criterion.diffusion_steps={steps}"]
 
 
 def fit_model_to_data(model: Any, image_size: int | None, listing: Listing) -> None:
