@@ -91,17 +91,12 @@ class UnsavableValueError(CheckpointError):
     exit_status = 1
 
 
-ERROR_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointError,
-        CheckpointNotFoundError,
-        NotACheckpointError,
-        CheckpointDamagedError,
-        CheckpointWriteError,
-        UnsavableValueError,
-    )
-}
+def error_kinds(kind: type[CheckpointError] = CheckpointError) -> dict[str, type[CheckpointError]]:
+    """The classes of checkpoint errors by name, also those of the modules above."""
+    kinds = {kind.__name__: kind}
+    for narrower in kind.__subclasses__():
+        kinds.update(error_kinds(narrower))
+    return kinds
 
 
 def agree_on_error(error: BaseException | None, group: Any = None) -> None:
@@ -122,7 +117,7 @@ def agree_on_error(error: BaseException | None, group: Any = None) -> None:
     for rank, (described, failed) in enumerate(found):
         if failed:
             kind, path, problem, record = described
-            raise ERROR_KINDS[kind](path, problem, record, rank) from error
+            raise error_kinds()[kind](path, problem, record, rank) from error
 
 
 # --------------------------------------------------------------------------------------- nests and tensors in them

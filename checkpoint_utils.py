@@ -460,18 +460,19 @@ def lock(fd: int) -> bool:
 def link_names(paths: list[str]) -> None:
     """Give the file at `paths[0]` its other names, each replaced in one instant, in the order given."""
     first, *others = paths
+    folder = os.path.dirname(first)
     for other in others:
-        temporary = os.path.join(os.path.dirname(other), temporary_name(os.path.basename(other)))
+        temporary = os.path.join(folder, temporary_name(os.path.basename(other)))
         try:
             unlink(temporary)
             link_or_copy(first, temporary)
             os.replace(temporary, other)
+            if other == others[-1]:
+                sync_folder(folder)
         except OSError as error:
             raise write_error(other, error) from error
         finally:
             unlink(temporary)
-    if others:
-        sync_folder(os.path.dirname(first))
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -523,7 +524,8 @@ def prune_checkpoints(
     save_dir = expand(save_dir)
     names = os.listdir(save_dir) if os.path.isdir(save_dir) else []
     if run_id is not None and stale_checkpoints(names, cfg, rank_too):  # ask the files only where it matters
-        names = [n for n in names if CheckpointName.parse(n) and written_by(os.path.join(save_dir, n)) == run_id]
+        prunable = [n for n in names if (name := CheckpointName.parse(n)) and name.kind in ("update", "epoch", "ranked")]
+        names = [name for name in prunable if written_by(os.path.join(save_dir, name)) == run_id]
     removed = []
     for name in stale_checkpoints(names, cfg, rank_too):
         if name in but:
@@ -540,9 +542,9 @@ def written_by(path: str) -> str | None:
     """The id of the run that wrote the file, None if it cannot be read."""
     try:
         stat = os.stat(path)
-    except OSError:
+        return _written_by(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    except (OSError, CheckpointError):
         return None
-    return _written_by(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4096)

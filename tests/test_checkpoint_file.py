@@ -538,6 +538,6 @@ def test_descriptors_stay_level(path):
 
 
 def test_every_error_survives_a_pickle():
-    for kind in checkpoint_file.ERROR_KINDS.values():
+    for kind in checkpoint_file.error_kinds().values():
         error = pickle.loads(pickle.dumps(kind("p", "is wrong", "data/1", 3)))
         assert type(error) is kind and str(error) == "p: is wrong (found by rank 3)" and error.record == "data/1"
