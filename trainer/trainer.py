@@ -26,7 +26,7 @@ from trainer.data import DummyBatch, EpochBatchIterator, valid_batches
 from trainer.data_parallel import GradientReducer
 from trainer.ema import EMA
 from trainer.errors import ConfigError, NonFiniteError
-from trainer.lr_scheduler import build_lr_scheduler
+from trainer.lr_scheduler import adapt_scheduler, build_lr_scheduler
 from trainer.metrics import EpochMeter, GlobalSums, LocalSums
 from trainer.precision import build_precision
 from trainer.randomness import derive_seed, seed_all
@@ -61,6 +61,7 @@ class Trainer:
         self.stop_after_seconds = math.inf  # of cumulative training time, given by the run
         self.requests: Any = None  # a preemption.StopRequest, given by the run
         self._datasets: dict[str, Any] = {}
+        self._valid_iterators: dict[str, Any] = {}
 
         seed_all(derive_seed("build", self._seed))
         self.model = (self.build_model() if model is None else model).to(self.device)
@@ -74,8 +75,12 @@ class Trainer:
             raise ConfigError("the model has no parameter that requires a gradient: nothing to train")
         self._parameters = [p for _, p in self._named_parameters]
         self.optimizer = self.build_optimizer(self._named_parameters)
-        self.lr_scheduler = self.build_lr_scheduler(self.optimizer)
-        self.precision = build_precision(common, self.device)
+        optim.name_parameters(self.optimizer, self._named_parameters)
+        optimization = self.cfg.optimization
+        self.lr_scheduler = adapt_scheduler(self.build_lr_scheduler(self.optimizer), self.optimizer, optimization.lr)
+        # fairseq's default window for the loss scale: the same number of micro-batches whatever the arrangement.
+        window = max(1, 2**14 // (self.data_parallel_world_size * optimization.update_freq))
+        self.precision = build_precision(common, self.device, window)
         self.ema = EMA(self.model, self.cfg.ema) if self.cfg.ema.store_ema else None
         self._reducer = None
         if self.data_parallel_world_size > 1:
@@ -84,7 +89,7 @@ class Trainer:
                 self._named_parameters, self.data_parallel_process_group, self.data_parallel_world_size, find_unused
             )
         self._sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
-        self._clip_norm = self.cfg.optimization.clip_norm
+        self._clip_norm = optimization.clip_norm
 
         self.best = checkpoint_utils.BestScore(maximize=self.cfg.checkpoint.maximize_best_checkpoint_metric)
         self.meter = EpochMeter()
@@ -220,14 +225,22 @@ class Trainer:
             rank=self.data_parallel_rank,
             world_size=self.data_parallel_world_size,
             skip_remainder_batch=optimization.skip_remainder_batch,
+            pin_memory=self.device.type != "cpu",
         )
         return self._train_iterator
 
     def get_valid_iterator(self, subset: str) -> Any:
-        """This rank's share of the batches of `subset`, each once over all ranks."""
-        return valid_batches(
-            self.dataset(subset), self.cfg.dataset, self._seed, self.data_parallel_rank, self.data_parallel_world_size
-        )
+        """This rank's share of the batches of `subset`, each once over all ranks; can be iterated again."""
+        if subset not in self._valid_iterators:
+            self._valid_iterators[subset] = valid_batches(
+                self.dataset(subset),
+                self.cfg.dataset,
+                self._seed,
+                self.data_parallel_rank,
+                self.data_parallel_world_size,
+                pin_memory=self.device.type != "cpu",
+            )
+        return self._valid_iterators[subset]
 
     def begin_epoch(self, epoch: int) -> None:
         """Called before the first update of an epoch, and when a resumed run goes on inside it."""
@@ -527,15 +540,13 @@ class Trainer:
             self._load_ema(saved, reader, report)
             self.set_num_updates(int(entry.get("num_updates", 0)))
             report.num_updates = self._num_updates
-            if not reset_lr_scheduler:
-                self.lr_scheduler.load_state_dict(entry.get("lr_scheduler_state") or {})
-                report.restored.append("lr scheduler")
+            self.lr_scheduler.load_state_dict({} if reset_lr_scheduler else entry.get("lr_scheduler_state") or {})
+            (report.reset if reset_lr_scheduler else report.restored).append("lr scheduler")
             self._optimizer_history = list(saved["optimizer_history"])
             extra_state = reader.materialize({k: v for k, v in saved["extra_state"].items() if k != "ema"})
             self._load_counters(extra_state, reset_meters, report)
             self.load_task_state_dict(reader.materialize(saved["task_state"]))
         self.run_id = saved["run_id"]
-        report.reset += [f"reset_{n}" for n, on in (("optimizer", reset_optimizer), ("lr_scheduler", reset_lr_scheduler)) if on]
         report.saved_cfg = saved["cfg"]
         self.load_report = report
         self.lr_step_update()
@@ -549,7 +560,7 @@ class Trainer:
             self.load_report = state.LoadReport(path=filename, saved_cfg=saved.get("cfg") or {})
             self._load_model_state(saved, reader, filename, self.load_report)
         if self.ema is not None:
-            self.ema = EMA(self.model, self.cfg.ema)
+            self.ema.restore(None, _copy_nothing)
         self._buffer_versions = self._buffers_now()
 
     def _open(self, filename: str) -> Any:
@@ -573,9 +584,14 @@ class Trainer:
         if saved_optimizer is None and not reset:
             logger.warning("%s holds no optimizer state: moments start from zero", report.path)
             report.fresh.append("optimizer (none in the file)")
-        if not reset and saved_optimizer is not None:
-            restored = optim.restore_optimizer_state(self.optimizer, saved_optimizer, reader.copy)
-            report.add_optimizer(restored)
+        self.optimizer.state.clear()
+        if reset:
+            report.reset.append("optimizer moments")
+        elif saved_optimizer is not None:
+            order = [name for name, _ in self._named_parameters]
+            report.add_optimizer(
+                optim.restore_optimizer_state(self.optimizer, saved_optimizer, reader.copy, model_order=order)
+            )
         if overrides:
             new_lr = optim.apply_optimizer_overrides(self.optimizer, optim.parse_overrides(overrides))
             if new_lr is not None:
@@ -584,13 +600,12 @@ class Trainer:
     def _load_ema(self, saved: dict, reader: Any, report: state.LoadReport) -> None:
         if self.ema is None:
             return
-        saved_ema = saved["extra_state"].get("ema")
-        if saved_ema:
-            report.fresh += [f"ema of {name}" for name in self.ema.restore(saved_ema, reader.copy).missing]
+        restored = self.ema.restore(saved["extra_state"].get("ema"), reader.copy)
+        if restored.restored:
             report.restored.append("ema")
+            report.fresh += [f"ema of {name}" for name in restored.missing]
         else:
-            self.ema = EMA(self.model, self.cfg.ema)
-            report.fresh.append("ema (none in the file: starts from the loaded weights)")
+            report.fresh.append("ema (none in the file: it starts from the loaded weights)")
 
     def _load_counters(self, extra_state: dict, reset_meters: bool, report: state.LoadReport) -> None:
         self._previous_training_time = float(extra_state.get("previous_training_time") or 0.0)
@@ -599,7 +614,7 @@ class Trainer:
         if extra_state.get("scaler"):
             self.precision.load_state_dict(extra_state["scaler"])
         if reset_meters:
-            report.reset.append("reset_meters")
+            report.reset.append("meters, best score, patience")
         else:
             self.best.load_state_dict(extra_state.get("patience") or {})
             if extra_state.get("metrics"):
@@ -607,6 +622,10 @@ class Trainer:
             report.restored.append("meters, best score, patience")
         own = state.OWN_EXTRA_STATE
         self._caller_extra_state = {name: value for name, value in extra_state.items() if name not in own}
+
+
+def _copy_nothing(pairs: list) -> None:
+    assert not pairs, "nothing was saved, so there is nothing to copy"
 
 
 def _choose_device(cpu: bool) -> torch.device:
