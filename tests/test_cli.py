@@ -61,7 +61,13 @@ def here(tmp_path, monkeypatch):
     """A folder with a task of its own, also as options of --config-dir own."""
     (tmp_path / "own_task_of_a_test.py").write_text(OWN_TASK)
     for group, option, text in [
-        ("task", "own", "# @package _global_\ndefaults: [{override /lr_scheduler: cosine}, _self_]\ntask: {_target_: own_task_of_a_test.Own}\noptimization: {max_update: 4, lr: 1e-2}\ndataset: {batch_size: 4, valid_subset: null}\n"),
+        (
+            "task",
+            "own",
+            "# @package _global_\ndefaults: [{override /lr_scheduler: cosine}, _self_]\n"
+            "task: {_target_: own_task_of_a_test.Own}\noptimization: {max_update: 4, lr: 1e-2}\n"
+            "dataset: {batch_size: 4, valid_subset: null}\n",
+        ),
         ("task", "other", "# @package _global_\ntask: {_target_: own_task_of_a_test.Own, classes: 7}\n"),
         ("model", "wide", "_target_: own_task_of_a_test.Net\nwidth: 64\n"),
         ("model", "narrow", "_target_: own_task_of_a_test.Net\nwidth: 1\n"),
@@ -116,7 +122,10 @@ def test_options_are_under_values_and_over_defaults(here):
 
 
 def test_the_order_of_options_and_values_does_not_matter(here):
-    assert composed("optimization.lr=0.5", "model=wide", "task=own") == (composed("task=own", "optimization.lr=0.5", "model=wide")[0], ["optimization.lr=0.5", "model=wide", "task=own"])
+    assert composed("optimization.lr=0.5", "model=wide", "task=own") == (
+        composed("task=own", "optimization.lr=0.5", "model=wide")[0],
+        ["optimization.lr=0.5", "model=wide", "task=own"],
+    )
 
 
 def test_a_task_may_be_named_by_its_class_alone(here):
@@ -134,7 +143,13 @@ def test_flags_may_stand_anywhere(here):
 
 
 def test_values_are_added_forced_and_deleted_as_in_hydra(here):
-    cfg, _ = composed("task=own", "+optimizer.foreach=true", "++optimizer.amsgrad=true", "~optimization.lr", "model={_target_: own_task_of_a_test.Net, width: 3}")
+    cfg, _ = composed(
+        "task=own",
+        "+optimizer.foreach=true",
+        "++optimizer.amsgrad=true",
+        "~optimization.lr",
+        "model={_target_: own_task_of_a_test.Net, width: 3}",
+    )
     assert cfg.optimizer.foreach is True and cfg.optimizer.amsgrad is True
     assert cfg.optimization.lr == 1e-3 and cfg.model.width == 3
 
@@ -152,7 +167,31 @@ def test_each_shipped_task_composes():
 
 @pytest.mark.parametrize(
     "text",
-    ["2024_10", "123E4", "1_000", "1e-4", "yes", "null_", "a=b", "a,b", "a b", "~x", "x~", "[a]", "{a}", "(a", "a:b", "'", "1.0", "true", "a'b", "ä", "#x", "%", "!"],
+    [
+        "2024_10",
+        "123E4",
+        "1_000",
+        "1e-4",
+        "yes",
+        "null_",
+        "a=b",
+        "a,b",
+        "a b",
+        "~x",
+        "x~",
+        "[a]",
+        "{a}",
+        "(a",
+        "a:b",
+        "'",
+        "1.0",
+        "true",
+        "a'b",
+        "ä",
+        "#x",
+        "%",
+        "!",
+    ],
 )
 @pytest.mark.parametrize("key", ["run_dir", "checkpoint.save_dir", "dataset.train_subset", "task.data", "model.title"])
 def test_a_text_field_holds_the_text_that_was_typed(here, key, text):
@@ -161,7 +200,11 @@ def test_a_text_field_holds_the_text_that_was_typed(here, key, text):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.text(st.characters(codec="utf-8", exclude_characters="$\\"), min_size=1).filter(lambda t: t[0] not in "~'\"" and t.lower() != "null"))
+@given(
+    st.text(st.characters(codec="utf-8", exclude_characters="$\\"), min_size=1).filter(
+        lambda t: t[0] not in "~'\"" and t.lower() != "null"
+    )
+)
 def test_any_text_is_held_as_typed(text):
     made = cli.compose(cli.parse_flags(["--", f"checkpoint.save_dir={text}"]))
     assert made.cfg.checkpoint.save_dir == text
@@ -193,7 +236,9 @@ def test_optimizer_overrides_come_as_mapping_or_in_fairseqs_text(here, written):
 
 
 def test_a_text_in_a_yaml_file_that_became_a_number_is_refused_by_name(here, capsys):
-    (here / "own" / "task" / "own.yaml").write_text("# @package _global_\ntask: {_target_: own_task_of_a_test.Own, data: 2024_10}\ncheckpoint: {save_dir: 123E4}\n")
+    (here / "own" / "task" / "own.yaml").write_text(
+        "# @package _global_\ntask: {_target_: own_task_of_a_test.Own, data: 2024_10}\ncheckpoint: {save_dir: 123E4}\n"
+    )
     message = refused(capsys, "task=own", "optimization.max_update=1")
     assert "task.data takes text" in message and "checkpoint.save_dir takes text" in message
 
@@ -263,7 +308,12 @@ def test_nothing_is_written_for_a_bad_config(here, capsys):
 def test_a_saved_config_is_the_base_and_typed_values_come_last(here):
     saved_run(here, "optimization.lr=0.125", "task.classes=5", "model=wide")
     cfg, typed = composed("resume=run", "optimization.max_update=99", "task.data=2024_10")
-    assert (cfg.optimization.lr, cfg.optimization.max_update, cfg.task.classes, cfg.task.data) == (0.125, 99, 5, "2024_10")
+    assert (cfg.optimization.lr, cfg.optimization.max_update, cfg.task.classes, cfg.task.data) == (
+        0.125,
+        99,
+        5,
+        "2024_10",
+    )
     assert cfg.model.width == 64 and cfg.task_name == "own" and cfg.run_dir == "run"
     assert typed == ["optimization.max_update=99", "task.data=2024_10"]
 
@@ -279,7 +329,9 @@ def test_a_typed_option_replaces_its_section_and_no_other(here):
 
 def test_without_anything_typed_a_resumed_config_is_the_saved_one(here):
     run = saved_run(here, "model=wide", "checkpoint.save_interval_updates=3")
-    assert to_plain(composed(f"resume={run}")[0]) == to_plain(composed("task=own", "model=wide", f"run_dir={run}", "checkpoint.save_interval_updates=3")[0])
+    assert to_plain(composed(f"resume={run}")[0]) == to_plain(
+        composed("task=own", "model=wide", f"run_dir={run}", "checkpoint.save_interval_updates=3")[0]
+    )
 
 
 def test_paths_below_the_folder_follow_a_folder_that_was_moved(here):
@@ -296,18 +348,27 @@ def test_a_save_folder_elsewhere_stays(here):
     assert composed("resume=run")[0].checkpoint.save_dir == "/elsewhere/c"
 
 
-@pytest.mark.parametrize("target", ["os.system", "pathlib.Path.write_text", "own_task_of_a_test.function", "torch.hub.load_state_dict_from_url", 3])
+@pytest.mark.parametrize(
+    "target",
+    ["os.system", "pathlib.Path.write_text", "own_task_of_a_test.function", "torch.hub.load_state_dict_from_url", 3],
+)
 @pytest.mark.parametrize("section", ["task", "model", "optimizer"])
 def test_a_saved_target_that_is_not_trusted_is_refused_by_name(here, capsys, section, target):
     saved_run(here, "model=wide", change=lambda tree: tree[section].update(_target_=target))
     message = refused(capsys, "resume=run")
     assert f"{section}._target_" in message and str(target) in message
-    typed = {"task": "own_task_of_a_test.Own", "model": "own_task_of_a_test.Net", "optimizer": "torch.optim.AdamW"}[section]
+    typed = {"task": "own_task_of_a_test.Own", "model": "own_task_of_a_test.Net", "optimizer": "torch.optim.AdamW"}[
+        section
+    ]
     assert composed("resume=run", f"{section}._target_={typed}")[0][section]._target_ == typed
 
 
 def test_a_nested_saved_target_is_refused_too(here, capsys):
-    saved_run(here, "model=wide", change=lambda tree: tree["model"].update(inner=[{"_target_": "os.system", "command": "true"}]))
+    saved_run(
+        here,
+        "model=wide",
+        change=lambda tree: tree["model"].update(inner=[{"_target_": "os.system", "command": "true"}]),
+    )
     assert "model.inner.0._target_" in refused(capsys, "resume=run")
 
 
@@ -375,7 +436,13 @@ def test_hydras_own_view_of_the_config_works(capsys):
 
 
 def fairtrain(*argv: str, folder, **environment) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.path.dirname(os.path.dirname(cli.__file__)), **environment}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.path.dirname(os.path.dirname(cli.__file__)),
+        **environment,
+    }
     command = [sys.executable, "-m", "trainer", "--config-dir=own", *argv]
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -414,29 +481,70 @@ def test_statuses_of_processes(here):
 
 
 def test_a_points_name_is_flat_safe_and_its_own():
-    hard = [["a=1"], ["a=1", "b=2"], ["a=x/y"], ["a=x_y"], ["a=[1,2]"], ["a=[1_2]"], ["a=" + "x" * 500], ["a=" + "x" * 501], ["a= "], ["a=.."], ["a=ä"], ["~a"], ["a='1'"], []]
+    hard = [
+        ["a=1"],
+        ["a=1", "b=2"],
+        ["a=x/y"],
+        ["a=x_y"],
+        ["a=[1,2]"],
+        ["a=[1_2]"],
+        ["a=" + "x" * 500],
+        ["a=" + "x" * 501],
+        ["a= "],
+        ["a=.."],
+        ["a=ä"],
+        ["~a"],
+        ["a='1'"],
+        [],
+    ]
     names = [sweep.point_name(point) for point in hard]
     assert len(set(names)) == len(names)
     for name in names:
-        assert name and len(name) <= 120 and set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=,+-") and name[0] not in ".-~"
+        assert (
+            name
+            and len(name) <= 120
+            and set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=,+-")
+            and name[0] not in ".-~"
+        )
     assert sweep.point_name(["b=2", "a=1", "run_dir=x"]) == sweep.point_name(["a=1", "b=2"]) == "a=1,b=2"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a", "b.c"]), st.text(max_size=200)), max_size=3), st.lists(st.tuples(st.sampled_from(["a", "b.c"]), st.text(max_size=200)), max_size=3))
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b.c"]), st.text(max_size=200)), max_size=3),
+    st.lists(st.tuples(st.sampled_from(["a", "b.c"]), st.text(max_size=200)), max_size=3),
+)
 def test_two_points_have_the_same_name_only_if_they_are_the_same(one, other):
     points = [[f"{key}={value}" for key, value in point] for point in (one, other)]
     assert (sweep.point_name(points[0]) == sweep.point_name(points[1])) == (sorted(points[0]) == sorted(points[1]))
 
 
 def test_the_status_of_a_sweep():
-    assert [sweep.final_status(statuses) for statuses in ([0, 0], [0, 2, 1], [2, 75, 1], [0, -9], [])] == [0, 2, 75, 1, 0]
+    assert [sweep.final_status(statuses) for statuses in ([0, 0], [0, 2, 1], [2, 75, 1], [0, -9], [])] == [
+        0,
+        2,
+        75,
+        1,
+        0,
+    ]
     assert sweep.final_status([0], cut_short=True) == 75
 
 
 def test_the_points_are_the_product_of_what_is_typed(here):
-    flags = cli.parse_flags(["--config-dir=own", "-m", "task=own", "optimization.lr=0.1,0.2", "common.seed=range(1,3)", "run_dir=~/x", "model=glob(*w)"])
+    flags = cli.parse_flags(
+        [
+            "--config-dir=own",
+            "-m",
+            "task=own",
+            "optimization.lr=0.1,0.2",
+            "common.seed=range(1,3)",
+            "run_dir=~/x",
+            "model=glob(*w)",
+        ]
+    )
     assert sweep._points(flags) == [
-        ["task=own", f"optimization.lr={lr}", f"common.seed={seed}", "run_dir=~/x", "model=narrow"] for lr in (0.1, 0.2) for seed in (1, 2)
+        ["task=own", f"optimization.lr={lr}", f"common.seed={seed}", "run_dir=~/x", "model=narrow"]
+        for lr in (0.1, 0.2)
+        for seed in (1, 2)
     ]
 
 
@@ -452,17 +560,26 @@ def test_a_sweep_does_not_mix_with_resume_or_torchrun(here, capsys, monkeypatch)
 
 
 def test_a_sweep_goes_on_after_a_point_that_fails_and_records_it(here):
-    status, text = ended(fairtrain("-m", "task=own", "run_dir=s", "task.fail=true,false", "optimization.max_update=2,-1", folder=here))
+    status, text = ended(
+        fairtrain("-m", "task=own", "run_dir=s", "task.fail=true,false", "optimization.max_update=2,-1", folder=here)
+    )
     assert status == 2, text
     points = [json.loads(line) for line in (here / "s" / "multirun.jsonl").read_text().splitlines()]
-    assert [point["status"] for point in points] == [2, 2, 0, 2] or [point["status"] for point in points] == [1, 2, 0, 2], points
+    assert [point["status"] for point in points] == [2, 2, 0, 2] or [point["status"] for point in points] == [
+        1,
+        2,
+        0,
+        2,
+    ], points
     assert (here / points[2]["run_dir"] / "checkpoints" / "checkpoint_last.pt").exists()
     assert os.path.dirname(points[2]["run_dir"]) == "s"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_sweep_with_its_point_saved(here, number):
-    sweeping = fairtrain("-m", "task=own", "run_dir=s", "optimization.max_update=100000000,7", "dataset.num_workers=0", folder=here)
+    sweeping = fairtrain(
+        "-m", "task=own", "run_dir=s", "optimization.max_update=100000000,7", "dataset.num_workers=0", folder=here
+    )
     deadline = time.monotonic() + 60
     while not list((here / "s").glob("*/log.jsonl")) and time.monotonic() < deadline and sweeping.poll() is None:
         time.sleep(0.1)

@@ -138,7 +138,11 @@ def test_a_text_field_that_holds_something_else_is_refused_by_name_with_how_to_q
     assert "checkpoint.save_dir takes text" in message and "quotes" in message
 
 
-@given(st.text(st.characters(codec="utf-8", exclude_characters="$\\"), min_size=1).filter(lambda text: not text.startswith("~")))
+@given(
+    st.text(st.characters(codec="utf-8", exclude_characters="$\\"), min_size=1).filter(
+        lambda text: not text.startswith("~")
+    )
+)
 def test_a_text_field_holds_exactly_the_text_given(text):
     assert complete_config({**STOPS, "run_dir": text}).run_dir == text
 
@@ -250,7 +254,9 @@ def test_restoring_and_finetuning_together_are_refused():
 
 
 @pytest.mark.parametrize(
-    "wish", [{"patience": 3}, {"keep_best_checkpoints": 2}, {"best_checkpoint_metric": "accuracy"}], ids=lambda wish: list(wish)[0]
+    "wish",
+    [{"patience": 3}, {"keep_best_checkpoints": 2}, {"best_checkpoint_metric": "accuracy"}],
+    ids=lambda wish: list(wish)[0],
 )
 @pytest.mark.parametrize("dataset", [{"valid_subset": ""}, {"valid_subset": None}, {"validate_interval": 0}], ids=str)
 def test_what_needs_a_validation_is_refused_without_one(wish, dataset):
@@ -295,7 +301,9 @@ def test_an_optimizer_takes_torchs_own_names_and_groups():
 
 
 @pytest.mark.parametrize("name", ["model", "criterion", "optimizer", "lr_scheduler", "task"])
-@pytest.mark.parametrize("target", ["os.system", "collections.OrderedDict", "nowhere.Class", "torch.nn.Linaer", "torch", "a b.c", 3])
+@pytest.mark.parametrize(
+    "target", ["os.system", "collections.OrderedDict", "nowhere.Class", "torch.nn.Linaer", "torch", "a b.c", 3]
+)
 def test_a_target_that_is_no_class_of_the_kind_is_refused_by_name(name, target):
     assert f"{name}._target_" in refusal(with_stop(**{name: {"_target_": target}}))
 
@@ -313,7 +321,11 @@ def test_functions_are_never_called(module):
 
 def test_an_instance_gets_plain_containers_nested_objects_and_what_is_given_besides(module):
     node = OmegaConf.create(
-        {"_target_": f"{module}.Anything", "a": [1, {"b": 2}], "inner": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}}
+        {
+            "_target_": f"{module}.Anything",
+            "a": [1, {"b": 2}],
+            "inner": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3},
+        }
     )
     built = instantiate(node, a_thing=7).anything
     assert built["a"] == [1, {"b": 2}] and type(built["a"]) is list and type(built["a"][1]) is dict
@@ -382,13 +394,21 @@ def test_what_goes_through_a_resolver_stays_text_and_the_rest_is_resolved(monkey
         with_stop(
             run_dir="a/${common.seed}",
             common={"wandb_project": "${oc.env:SECRET_OF_A_TEST}"},
-            task={"token": "x-${common.wandb_project}", "list": ["${run_dir}", "${oc.env:SECRET_OF_A_TEST}"], "all": "${common}"},
+            task={
+                "token": "x-${common.wandb_project}",
+                "list": ["${run_dir}", "${oc.env:SECRET_OF_A_TEST}"],
+                "all": "${common}",
+            },
         )
     )
     assert cfg.common.wandb_project == "hunter2"
     plain = to_plain(cfg)
     assert plain["common"]["wandb_project"] == "${oc.env:SECRET_OF_A_TEST}"
-    assert plain["task"] == {"token": "x-${common.wandb_project}", "list": ["a/1", "${oc.env:SECRET_OF_A_TEST}"], "all": "${common}"}
+    assert plain["task"] == {
+        "token": "x-${common.wandb_project}",
+        "list": ["a/1", "${oc.env:SECRET_OF_A_TEST}"],
+        "all": "${common}",
+    }
     assert plain["checkpoint"]["save_dir"] == "a/1/checkpoints"
     assert "hunter2" not in repr(plain)
 
@@ -418,7 +438,9 @@ def test_a_reference_to_nothing_is_refused_by_name(monkeypatch):
 
 def test_differences_name_each_leaf_with_both_values():
     saved = to_plain(complete_config(with_stop(task={"a": 1, "b": [1], "gone": 2, "same": {"x": 1}})))
-    now = to_plain(complete_config(with_stop(optimization={"lr": 0.5}, task={"a": True, "b": [2], "new": None, "same": {"x": 1}})))
+    now = to_plain(
+        complete_config(with_stop(optimization={"lr": 0.5}, task={"a": True, "b": [2], "new": None, "same": {"x": 1}}))
+    )
     assert config_differences(saved, now) == [
         ("task.a", 1, True),
         ("task.b", [1], [2]),

@@ -168,7 +168,13 @@ def test_without_a_kept_config_the_checkpoints_is_taken(cfg, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "checkpoint_last.pt").write_bytes(b"not a checkpoint")
     for num_updates in (9, 10, 3):  # the newest is the one with the most updates, whatever its name and time
-        state = {"format_version": 1, "model": {}, "extra_state": {}, "cfg": {**to_plain(cfg), "num": num_updates}, "optimizer_history": [{"num_updates": num_updates}]}
+        state = {
+            "format_version": 1,
+            "model": {},
+            "extra_state": {},
+            "cfg": {**to_plain(cfg), "num": num_updates},
+            "optimizer_history": [{"num_updates": num_updates}],
+        }
         write_checkpoint_file(state, str(tmp_path / "run" / "checkpoints" / f"checkpoint_1_{num_updates}.pt"))
     saved, source = run_folder.saved_config(cfg.run_dir)
     assert saved == {**to_plain(cfg), "num": 10} and source.endswith("checkpoint_1_10.pt")

@@ -100,7 +100,13 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run", "-r", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default="config")
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"])
+    parser.add_argument(
+        "--info",
+        "-i",
+        nargs="?",
+        const="all",
+        choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"],
+    )
     return parser.parse_intermixed_args(list(argv))
 
 
@@ -124,7 +130,10 @@ def help_text(flags: argparse.Namespace) -> str:
         lines += ["", f"{name}: {(cls.__doc__ or '').strip().splitlines()[0]}"]
         default = cls()
         for entry in dataclasses.fields(cls):
-            lines += [f"  {name}.{entry.name}={_yaml_word(getattr(default, entry.name))}", f"      {entry.metadata.get('help', '')}"]
+            lines += [
+                f"  {name}.{entry.name}={_yaml_word(getattr(default, entry.name))}",
+                f"      {entry.metadata.get('help', '')}",
+            ]
     return "\n".join(lines)
 
 
@@ -205,12 +214,14 @@ def require_task(cfg: DictConfig) -> DictConfig:
 
 
 def config_folder() -> str:
-    """The folder of config.yaml: `trainer/configs` where installed from a wheel, `configs` beside `trainer` in a checkout."""
+    """The folder of config.yaml: inside the package where a wheel was installed, beside it in a checkout."""
     package = Path(__file__).resolve().parent
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / "config.yaml").is_file():
             return str(folder)
-    raise FileNotFoundError(f"no config.yaml in {package / 'configs'} or {package.parent / 'configs'}: this installation is not whole")
+    raise FileNotFoundError(
+        f"no config.yaml in {package / 'configs'} or {package.parent / 'configs'}: this installation is not whole"
+    )
 
 
 class _hydra:

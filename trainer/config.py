@@ -1,7 +1,7 @@
 """The config of a run: completed, checked, made plain, compared.
 
 Owns: the sections `common` and `optimization`, what crosses sections, the one error that lists all mistakes. The other
-sections' dataclasses stand beside what they configure. Must not import: the Trainer, Hydra (omegaconf is the container).
+sections' dataclasses stand beside what they configure. Must not import: the Trainer, Hydra (omegaconf holds it).
 
 A config is a DictConfig of checked sections (a dataclass each), of nodes (`task`, `model`, ...: a `_target_` and what
 that class takes), and of `run_dir` and `task_name`.
@@ -56,22 +56,29 @@ ABSENT = "(absent)"  # what config_differences gives for a key that one side has
 class CommonConfig:
     """What concerns the whole run."""
 
-    seed: int = dataclasses.field(default=1, metadata={"help": "all randomness is a function of it and of the position"})
+    seed: int = dataclasses.field(
+        default=1, metadata={"help": "all randomness is a function of it and of the position"}
+    )
     cpu: bool = dataclasses.field(default=False, metadata={"help": "stay on the CPU although there is an accelerator"})
     fp16: bool = dataclasses.field(default=False, metadata={"help": "float16 autocast with dynamic loss scaling"})
     bf16: bool = dataclasses.field(default=False, metadata={"help": "bfloat16 autocast; needs no loss scaling"})
     fp16_init_scale: float = dataclasses.field(default=128, metadata={"help": "first loss scale of fp16, above 0"})
     fp16_scale_window: Optional[int] = dataclasses.field(
-        default=None, metadata={"help": "updates without overflow before the scale doubles; null or 0: chosen from the ranks and update_freq"}
+        default=None,
+        metadata={
+            "help": "updates without overflow before the scale doubles; null or 0: chosen by ranks and update_freq"
+        },
     )
     min_loss_scale: float = dataclasses.field(
         default=1e-4, metadata={"help": "the run ends with an error when the loss scale falls to this, above 0"}
     )
     fp16_scale_tolerance: float = dataclasses.field(
-        default=0.0, metadata={"help": "share of overflows since the last change of the scale that it bears, 0 to 1; 0: none"}
+        default=0.0,
+        metadata={"help": "share of overflows since the last change of the scale that it bears, 0 to 1; 0: none"},
     )
     threshold_loss_scale: Optional[float] = dataclasses.field(
-        default=None, metadata={"help": "the loss scale is not lowered below this; null: only min_loss_scale ends the fall"}
+        default=None,
+        metadata={"help": "the loss scale is not lowered below this; null: only min_loss_scale ends the fall"},
     )
     num_threads: int = dataclasses.field(
         default=0, metadata={"help": "intra-op threads of a rank; 0: cores of the node divided by its ranks"}
@@ -81,7 +88,8 @@ class CommonConfig:
     )
     log_interval: int = dataclasses.field(default=1, metadata={"help": "updates between two train lines, from 1"})
     log_format: Literal["auto", "rich", "simple", "none"] = dataclasses.field(
-        default="auto", metadata={"help": "progress on the screen: auto (rich on a terminal, else simple), rich, simple, none"}
+        default="auto",
+        metadata={"help": "progress on the screen: auto (rich on a terminal, else simple), rich, simple, none"},
     )
     tensorboard_logdir: Optional[str] = dataclasses.field(
         default=None, metadata={"help": "folder of the TensorBoard events; null: none are written", "path": True}
@@ -91,7 +99,11 @@ class CommonConfig:
     )
 
     def problems(self) -> list[str]:
-        found = _below(self, "common", {"seed": 0, "num_threads": 0, "log_interval": 1, "fp16_scale_window": 0, "fp16_scale_tolerance": 0})
+        found = _below(
+            self,
+            "common",
+            {"seed": 0, "num_threads": 0, "log_interval": 1, "fp16_scale_window": 0, "fp16_scale_tolerance": 0},
+        )
         found += _not_above_zero(self, "common", ("fp16_init_scale", "min_loss_scale"))
         if self.fp16 and self.bf16:
             found.append("common.fp16 and common.bf16 exclude each other: leave one out")
@@ -107,9 +119,12 @@ class OptimizationConfig:
     stop_time_hours: float = dataclasses.field(
         default=0, metadata={"help": "stop after so many hours of training, all starts together; 0: no limit"}
     )
-    clip_norm: float = dataclasses.field(default=0, metadata={"help": "joint L2 norm that gradients are clipped to; 0: no clipping"})
+    clip_norm: float = dataclasses.field(
+        default=0, metadata={"help": "joint L2 norm that gradients are clipped to; 0: no clipping"}
+    )
     update_freq: int = dataclasses.field(
-        default=1, metadata={"help": "micro-batches of a rank in one update, from 1", "one_of_list": "one number for all epochs"}
+        default=1,
+        metadata={"help": "micro-batches of a rank in one update, from 1", "one_of_list": "one number for all epochs"},
     )
     lr: float = dataclasses.field(
         default=1e-3,
@@ -134,7 +149,9 @@ def _below(section: Any, name: str, least: Mapping[str, float]) -> list[str]:
 
 
 def _not_above_zero(section: Any, name: str, keys: Iterable[str]) -> list[str]:
-    return [f"{name}.{key} is {getattr(section, key)}, it must be above 0" for key in keys if getattr(section, key) <= 0]
+    return [
+        f"{name}.{key} is {getattr(section, key)}, it must be above 0" for key in keys if getattr(section, key) <= 0
+    ]
 
 
 def section_classes() -> dict[str, type]:
@@ -179,7 +196,7 @@ def _listed(problems: list[str]) -> str:
 
 
 def with_defaults(mapping: Mapping | DictConfig | None, problems: list[str] | None = None) -> DictConfig:
-    """The mapping with the defaults of all checked sections filled in. Unknown keys become `problems` (or ConfigError)."""
+    """The mapping with the defaults of the checked sections. Unknown keys become `problems`, or an error."""
     raw = _raw(mapping)
     found: list[str] = [] if problems is None else problems
     full: dict[str, Any] = {}
@@ -208,7 +225,9 @@ def _raw(mapping: Mapping | DictConfig | None) -> dict:
     try:
         return OmegaConf.to_container(OmegaConf.create(dict(mapping or {})), resolve=False)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{_first_line(error)} ({error.full_key}): a config holds numbers, text, lists, mappings, null") from error
+        raise ConfigError(
+            f"{_first_line(error)} ({error.full_key}): a config holds numbers, text, lists, mappings, null"
+        ) from error
 
 
 def _section_with_defaults(name: str, cls: type, given: Any, problems: list[str]) -> dict:
@@ -259,7 +278,9 @@ def _check_section(cfg: DictConfig, name: str, cls: type, problems: list[str]) -
 REFERENCE_NODES = {int: IntegerNode, float: FloatNode, bool: BooleanNode}
 
 
-def _check_value(cfg: DictConfig, section: str, name: str, expected: Any, problems: list[str], metadata: Mapping) -> Any:
+def _check_value(
+    cfg: DictConfig, section: str, name: str, expected: Any, problems: list[str], metadata: Mapping
+) -> Any:
     """The value of a field as its type wants it, also stored so; a reference stays one and gives what it stands for."""
     parent = cfg[section] if section else cfg
     where = f"{section}.{name}" if section else name
@@ -274,7 +295,9 @@ def _check_value(cfg: DictConfig, section: str, name: str, expected: Any, proble
     if OmegaConf.is_interpolation(parent, name):
         kind = next((kind for kind in (expected, *typing.get_args(expected)) if kind in REFERENCE_NODES), None)
         if kind:  # text of an environment variable becomes a number whenever it is read
-            parent[name] = REFERENCE_NODES[kind](OmegaConf.to_container(parent, resolve=False)[name], is_optional=takes_null(expected))
+            parent[name] = REFERENCE_NODES[kind](
+                OmegaConf.to_container(parent, resolve=False)[name], is_optional=takes_null(expected)
+            )
     elif type(fitted) is not type(value) or fitted != value:
         parent[name] = fitted
     return fitted
@@ -296,7 +319,9 @@ def _one_of_list(value: Any, metadata: Mapping) -> Any:
     if "one_of_list" not in metadata or not isinstance(value, (list, tuple)):
         return value
     if len(value) != 1:
-        raise FieldError(f"takes {metadata['one_of_list']}, got the list {value!r} (a list of one is taken as that one)")
+        raise FieldError(
+            f"takes {metadata['one_of_list']}, got the list {value!r} (a list of one is taken as that one)"
+        )
     return value[0]
 
 
@@ -325,7 +350,7 @@ ALSO_READ = {"optimizer": {"groups": Any, "weight_decay": float}}  # keys that t
 
 
 def _check_node(cfg: DictConfig, name: str, given_class: type | None, problems: list[str]) -> None:
-    """Unknown keys and wrong types of a node, as far as its class says them. Defaults of a task's `Config` are filled in."""
+    """Unknown keys and wrong types of a node, as its class says; defaults of a class's `Config` are filled in."""
     node = cfg[name]
     if given_class is None and (node is None or (name == "task" and "_target_" not in node)):
         return  # without a name nobody knows what belongs there; a Trainer that is used directly gives its class
@@ -375,8 +400,12 @@ def _refuse_other_kind(name: str, target: type) -> None:
     """What `_expected_kind` cannot say by a class that this part may import."""
     if name == "task" and not is_trainer(target):
         raise ConfigError(f"task._target_: {target.__module__}.{target.__name__} is not a subclass of trainer.Trainer")
-    if name == "lr_scheduler" and not (is_schedule(target) or hasattr(target, "get_last_lr") or hasattr(target, "step")):
-        raise ConfigError(f"lr_scheduler._target_: {target.__module__}.{target.__name__} is not a learning-rate schedule")
+    if name == "lr_scheduler" and not (
+        is_schedule(target) or hasattr(target, "get_last_lr") or hasattr(target, "step")
+    ):
+        raise ConfigError(
+            f"lr_scheduler._target_: {target.__module__}.{target.__name__} is not a learning-rate schedule"
+        )
 
 
 # What crosses sections
@@ -388,7 +417,8 @@ def cross_problems(sections: Mapping[str, Any], cfg: DictConfig) -> list[str]:
     problems = []
     if not (optimization.max_update or optimization.max_epoch or optimization.stop_time_hours):
         problems.append(
-            "nothing would end this run: give optimization.max_update, optimization.max_epoch or optimization.stop_time_hours"
+            "nothing would end this run: give optimization.max_update, optimization.max_epoch or "
+            "optimization.stop_time_hours"
         )
     return problems + _problems_without_validation(dataset, checkpoint, cfg)
 
@@ -397,15 +427,19 @@ def _problems_without_validation(dataset: Any, checkpoint: Any, cfg: DictConfig)
     never = dataset.validate_interval <= 0 and dataset.validate_interval_updates <= 0
     if dataset.valid_subset and not never:
         return []
-    lacks, mends = ("dataset.valid_subset is empty", "dataset.valid_subset") if not dataset.valid_subset else (
-        "dataset.validate_interval and validate_interval_updates are 0", "dataset.validate_interval"
+    lacks, mends = (
+        ("dataset.valid_subset is empty", "dataset.valid_subset")
+        if not dataset.valid_subset
+        else ("dataset.validate_interval and validate_interval_updates are 0", "dataset.validate_interval")
     )
     default = type(checkpoint)()
     wishes = {
         "checkpoint.patience": checkpoint.patience > 0,
         "checkpoint.keep_best_checkpoints": checkpoint.keep_best_checkpoints > 0,
         "checkpoint.best_checkpoint_metric": checkpoint.best_checkpoint_metric != default.best_checkpoint_metric,
-        "lr_scheduler=reduce_lr_on_plateau": str((cfg.lr_scheduler or {}).get("_target_")).endswith(".ReduceLROnPlateau"),
+        "lr_scheduler=reduce_lr_on_plateau": str((cfg.lr_scheduler or {}).get("_target_")).endswith(
+            ".ReduceLROnPlateau"
+        ),
     }
     return [
         f"{key} needs a validation, and {lacks}: give {mends} or leave {key} out"

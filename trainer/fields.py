@@ -87,7 +87,9 @@ def _str(value: Any) -> str:
     if isinstance(value, pathlib.Path):
         return str(value)
     if not isinstance(value, str):
-        raise FieldError(f'takes text, got {_described(value)}. For that text put it in quotes where you wrote it: "..."')
+        raise FieldError(
+            f'takes text, got {_described(value)}. For that text put it in quotes where you wrote it: "..."'
+        )
     return value
 
 

@@ -173,7 +173,9 @@ def _by_grammar(override: Override) -> Any:
         value = None if several else parsed.value()
     except HydraException as error:
         first = str(error).splitlines()[0]
-        raise ConfigError(f"{override.text}: {first}. Text with such letters goes in quotes: {override.key}='\"...\"'") from error
+        raise ConfigError(
+            f"{override.text}: {first}. Text with such letters goes in quotes: {override.key}='\"...\"'"
+        ) from error
     if several:
         raise ConfigError(f"{override.text}: several values need --multirun; a list is written {override.key}=[a,b]")
     return value

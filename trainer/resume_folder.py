@@ -21,7 +21,9 @@ from trainer.targets import saved_target_problem
 MISSING = "???"
 
 
-def continued(run_dir: str, chosen: DictConfig, options: Sequence[Override], values: Sequence[Override]) -> tuple[DictConfig, list[str]]:
+def continued(
+    run_dir: str, chosen: DictConfig, options: Sequence[Override], values: Sequence[Override]
+) -> tuple[DictConfig, list[str]]:
     """The config with which the run in `run_dir` goes on, and notices for the user.
 
     Args:    chosen: what the typed options compose to; of it only the sections of typed options are taken.
@@ -55,7 +57,11 @@ def _drop_unknown(saved: dict) -> list[str]:
         unknown = [key for key in saved[name] if key not in cls.__dataclass_fields__]
         dropped += [f"{name}.{key}" for key in unknown]
         saved[name] = {key: value for key, value in saved[name].items() if key not in unknown}
-    return [f"the saved config has fields that this version does not know, left out: {', '.join(dropped)}"] if dropped else []
+    return (
+        [f"the saved config has fields that this version does not know, left out: {', '.join(dropped)}"]
+        if dropped
+        else []
+    )
 
 
 def _follow(saved: dict, run_dir: str) -> None:
@@ -78,7 +84,9 @@ def _take_options(saved: dict, chosen: DictConfig, options: Sequence[Override]) 
         if group.startswith("hydra"):
             continue
         if group not in NODES:
-            raise ConfigError(f"{option.text}: resume=DIR takes options of {', '.join(NODES)} and values, no other groups")
+            raise ConfigError(
+                f"{option.text}: resume=DIR takes options of {', '.join(NODES)} and values, no other groups"
+            )
         saved[group] = plain.get(group)
         replaced.add(group)
         if group == "task":
@@ -123,7 +131,7 @@ def _modules(chosen: DictConfig, replaced: Iterable[str], values: Sequence[Overr
 
 
 def _check_targets(saved: dict, replaced: set[str], typed: set[str], modules: set[str]) -> None:
-    """Hold each saved `_target_` that stays against what may be imported. Sections replaced or typed are not the file's."""
+    """Hold each saved `_target_` that stays against what may be imported; what is typed is not the file's."""
     words = {key: value for key, value in saved.items() if key not in replaced and key not in typed}
     problems = [saved_target_problem(target, key, modules) for key, target in _targets(words) if key not in typed]
     found = [problem for problem in problems if problem]

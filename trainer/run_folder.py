@@ -1,7 +1,7 @@
 """The folder of a run: made, held by one live run at a time, and the config that is kept in it.
 
 Owns: `<run_dir>/.lock`, `<run_dir>/.hydra/` and how a saved config is found again. Must not know: which
-checkpoint a run goes on from (checkpoint_utils decides), Hydra (the folder keeps Hydra's name because people look for it there).
+checkpoint a run goes on from (checkpoint_utils decides), Hydra (`.hydra` is where people look for a config).
 
 What holds: of two processes at most one has `.lock` (flock, so a killed run lets go); `.hydra/config.yaml` is absent
 or whole at every instant; a config that was there before is in `.hydra/N/` before it is replaced.
@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 def run(flags: argparse.Namespace) -> int:
     """Run all points. Returns 75 if any point's status is, else the largest."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
-        raise ConfigError("--multirun starts its own ranks: leave torchrun out, distributed_training.distributed_world_size=N")
+        raise ConfigError(
+            "--multirun starts its own ranks: leave torchrun out, distributed_training.distributed_world_size=N"
+        )
     if any(parse(text).key == "resume" for text in flags.overrides):
         raise ConfigError("resume=DIR continues one run, --multirun starts several: leave one out")
     points = _points(flags)
@@ -82,7 +84,9 @@ def _choices(override: Override, config_loader: Any) -> list[str]:
         if isinstance(parsed._value, ChoiceSweep) and _is_text_key(override.key):
             odd = [item for item in parsed._value.list if not isinstance(item, (str, QuotedString))]
             if odd:
-                raise ConfigError(f"{override.text}: {override.key} is text: put each value in quotes, such as \"'{odd[0]}'\"")
+                raise ConfigError(
+                    f"{override.text}: {override.key} is text: put each value in quotes, such as \"'{odd[0]}'\""
+                )
         return [f"{override.prefix}{override.key}={value}" for value in parsed.sweep_string_iterator()]
     except HydraException as error:
         if "," not in (override.raw or ""):
@@ -155,7 +159,9 @@ class _Sweep:
         flags += [f"--config-dir={self._flags.config_dir}"] if self._flags.config_dir else []
         command = [sys.executable, "-m", "trainer", *flags, *overrides]
         # A group of its own: Ctrl-C reaches the point once, from us, and not a second time from the terminal.
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent) as child:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
+        ) as child:
             self._child = child
             if self.stopped:  # a signal came while the point was being started
                 child.send_signal(signal.SIGTERM)

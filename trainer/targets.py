@@ -49,7 +49,9 @@ def _likeness(name: str, candidate: str, section_exists: bool) -> float:
     return max(difflib.SequenceMatcher(None, name, candidate).ratio(), by_leaf)
 
 
-def get_target(node: Mapping | DictConfig | str, expected: type | tuple[type, ...] = (), where: str = "_target_") -> type:
+def get_target(
+    node: Mapping | DictConfig | str, expected: type | tuple[type, ...] = (), where: str = "_target_"
+) -> type:
     """The class that `node._target_` names, a subclass of one of `expected` (empty: any class).
 
     `where` is the key that the message names. Raises ConfigError for a name that cannot be imported, for functions
@@ -68,7 +70,9 @@ def get_target(node: Mapping | DictConfig | str, expected: type | tuple[type, ..
     return found
 
 
-def instantiate(node: Mapping | DictConfig, expected: type | tuple[type, ...] = (), where: str = "_target_", **extra: Any) -> Any:
+def instantiate(
+    node: Mapping | DictConfig, expected: type | tuple[type, ...] = (), where: str = "_target_", **extra: Any
+) -> Any:
     """Build the object of a node: its class, called with the node's other keys and `extra`, which wins.
 
     Nested nodes with a `_target_` are built first; lists and mappings arrive as plain `list` and `dict`.
@@ -76,11 +80,15 @@ def instantiate(node: Mapping | DictConfig, expected: type | tuple[type, ...] = 
     if isinstance(node, DictConfig):
         node = OmegaConf.to_container(node, resolve=True)
     target = get_target(node, expected, where)
-    arguments = {key: _built(value, f"{where}.{key}") for key, value in node.items() if key != "_target_" and key not in extra}
+    arguments = {
+        key: _built(value, f"{where}.{key}") for key, value in node.items() if key != "_target_" and key not in extra
+    }
     try:
         return target(**arguments, **extra)
     except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call itself, not the constructor's body
+        if (
+            error.__traceback__ is not None and error.__traceback__.tb_next is None
+        ):  # the call itself, not the constructor's body
             raise ConfigError(f"{where}: {node['_target_']} cannot be built: {error}") from error
         raise
 
@@ -104,7 +112,9 @@ def _find(target: str, where: str) -> Any:
         module = _imported(".".join(parts[:length]), target, where)
         if module is not None:
             return _attribute(module, parts[length:], target, where)
-    raise ConfigError(f"{where}: there is no module {parts[0]!r} to take {target} from (looked in the current folder too)")
+    raise ConfigError(
+        f"{where}: there is no module {parts[0]!r} to take {target} from (looked in the current folder too)"
+    )
 
 
 def _imported(name: str, target: str, where: str) -> Any:
@@ -128,7 +138,9 @@ def _attribute(module: Any, path: list[str], target: str, where: str) -> Any:
             found = getattr(found, name)
         except AttributeError:
             classes = [key for key, value in vars(found).items() if isinstance(value, type)]
-            raise ConfigError(f"{where}: {module.__name__} has no class {'.'.join(path)}.{nearest(name, classes)}") from None
+            raise ConfigError(
+                f"{where}: {module.__name__} has no class {'.'.join(path)}.{nearest(name, classes)}"
+            ) from None
     return found
 
 
@@ -216,15 +228,17 @@ def saved_target_problem(target: Any, where: str, typed_modules: Iterable[str] =
     trusted = (*TRUSTED_MODULES, *typed_modules)
     if not any(target.startswith(module + ".") for module in trusted) and not _lies_here(target.partition(".")[0]):
         return (
-            f"{where}: the saved config names {target}, which is neither of this package, torch.nn or torch.optim nor of "
-            f"the current folder. If you trust it, name it yourself: {where}={target}"
+            f"{where}: the saved config names {target}, which is neither of this package, torch.nn or torch.optim nor "
+            f"of the current folder. If you trust it, name it yourself: {where}={target}"
         )
     try:
         found = get_target(target, where=where)
     except ConfigError as error:
         return str(error)
     if not _may_be_saved(found):
-        return f"{where}: the saved config names {target}, which is no Trainer, Module, Optimizer, LR scheduler or Dataset"
+        return (
+            f"{where}: the saved config names {target}, which is no Trainer, Module, Optimizer, LR scheduler or Dataset"
+        )
     return None
 
 
