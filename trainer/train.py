@@ -166,7 +166,7 @@ class Run:
 
     def train(self) -> int:
         """Epoch after epoch until a limit is reached or somebody asks to stop."""
-        reason = self._end_reason()
+        reason = self._end_reason() or self._time_reason()
         if reason is not None and not self._work_is_owed(reason):
             return self._already_finished(reason)
         self._set_time_limit()
@@ -219,10 +219,10 @@ class Run:
         trainer, itr, cfg = self.trainer, self.itr, self.cfg
         epoch, num_updates, end_of_epoch = itr.epoch, trainer.get_num_updates(), itr.end_of_epoch()
         reason = self._end_reason()
-        if trainer.stop_requested:
-            if reason is None and not self._time_is_up():
+        if trainer.stop_requested and reason is None:
+            reason = self._time_reason()
+            if reason is None:
                 return self._stop()
-            reason = reason or f"optimization.stop_time_hours={cfg.optimization.stop_time_hours}"
         if not (stepped or end_of_epoch):
             return None
         val_loss = None
@@ -323,10 +323,12 @@ class Run:
         hours = self.cfg.optimization.stop_time_hours
         self.trainer.stop_after_seconds = hours * 3600 if hours > 0 else math.inf
 
-    def _time_is_up(self) -> bool:
-        """Rank 0's clock decides for all."""
-        limit = self.cfg.optimization.stop_time_hours * 3600
-        return limit > 0 and distributed_utils.broadcast_object(self.trainer.cumulative_training_time() >= limit)
+    def _time_reason(self) -> str | None:
+        """The limit of time, if it is reached; rank 0's clock decides for all."""
+        hours = self.cfg.optimization.stop_time_hours
+        if hours <= 0 or not distributed_utils.broadcast_object(self.trainer.cumulative_training_time() >= hours * 3600):
+            return None
+        return f"optimization.stop_time_hours={hours}"
 
     def _already_finished(self, reason: str) -> int:
         num_updates = self.trainer.get_num_updates()
