@@ -6,7 +6,7 @@ from pathlib import Path
 from my_task import Digits
 
 config = {
-    "task": {"hidden": 32},
+    "task": {"_target_": "my_task.Digits", "hidden": 32},
     "optimizer": {"_target_": "torch.optim.AdamW", "weight_decay": 0.01},
     "lr_scheduler": {"_target_": "trainer.lr_scheduler.Cosine", "warmup_updates": 20},
     "dataset": {"batch_size": 64},
