@@ -9,11 +9,12 @@ import math
 import os
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.errors import ConfigError
 
-SMALLEST_TILE = 48   # pixels: smaller images are enlarged, each pixel becoming a square
+SMALLEST_TILE = 48   # pixels: smaller images are enlarged
 
 
 def grid_image(images: Tensor, columns: int, gap: int = 1) -> Tensor:
@@ -24,9 +25,10 @@ def grid_image(images: Tensor, columns: int, gap: int = 1) -> Tensor:
     images = images.detach().float().cpu()
     colours = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images[:, :3]
     colours = torch.cat([colours, torch.ones(len(images), 3 - colours.shape[1], *images.shape[2:])], dim=1)
-    scale = max(1, math.ceil(SMALLEST_TILE / images.shape[-1]))
+    scale = math.ceil(SMALLEST_TILE / images.shape[-1])
+    if scale > 1:   # smoothly: strokes of a few large squares are hard to read
+        colours = F.interpolate(colours.clamp(-1, 1), scale_factor=scale, mode="bicubic")
     tiles = ((colours.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-    tiles = tiles.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
     rows, side = math.ceil(len(tiles) / columns), tiles.shape[-1] + gap
     picture = torch.full((rows * side + gap, columns * side + gap, 3), 255, dtype=torch.uint8)
     for i, tile in enumerate(tiles):
