@@ -302,6 +302,8 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
 @torch.no_grad()
 def _scale_to(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
     if norm.device.type == "cpu":
+        if norm.item() < 0.999 * max_norm:
+            return
         # In the norm's own precision: then the bits are those of torch.nn.utils.clip_grad_norm_.
         coefficient = (max_norm / (norm + 1e-6)).item()
         if 0 < coefficient < 1:

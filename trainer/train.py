@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any, Sequence
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import checkpoint_utils
 import distributed_utils
@@ -86,6 +87,9 @@ class Run:
         self.log: RunLog | None = None
         self.progress: Progress | None = None
         self.folder: Any = None
+        # Read after each update: a field of an OmegaConf node costs as much as a line of the log.
+        self.dataset_cfg, self.checkpoint_cfg = _plain(cfg.dataset), _plain(cfg.checkpoint)
+        self.optimization_cfg = _plain(cfg.optimization)
         self._log_interval = cfg.common.log_interval
 
     # ---- prepare: all that can be refused is refused here ----
@@ -216,7 +220,7 @@ class Run:
 
     def _between_updates(self, stepped: bool = True) -> int | None:
         """The work between two updates. Returns the exit status where the session ends here, else None."""
-        trainer, itr, cfg = self.trainer, self.itr, self.cfg
+        trainer, itr = self.trainer, self.itr
         epoch, num_updates, end_of_epoch = itr.epoch, trainer.get_num_updates(), itr.end_of_epoch()
         reason = self._end_reason()
         if trainer.stop_requested and reason is None:
@@ -227,12 +231,12 @@ class Run:
             return None
         val_loss = None
         if self.subsets and trainer.validated_at != num_updates:
-            if validation_due(cfg.dataset, epoch, num_updates, end_of_epoch, reason is not None):
+            if validation_due(self.dataset_cfg, epoch, num_updates, end_of_epoch, reason is not None):
                 val_loss = self._validate()
                 reason = reason or self._patience_reason()
         if end_of_epoch:
             self._end_epoch(epoch, val_loss)
-        if trainer.save_requested or save_due(cfg.checkpoint, epoch, num_updates, end_of_epoch, reason is not None):
+        if trainer.save_requested or save_due(self.checkpoint_cfg, epoch, num_updates, end_of_epoch, reason is not None):
             self._save(val_loss)
         return self._finish(reason) if reason is not None else None
 
@@ -243,7 +247,7 @@ class Run:
             return False
         if itr.end_of_epoch():
             return True
-        due = validation_due(self.cfg.dataset, itr.epoch, num_updates, False, reason is not None)
+        due = validation_due(self.dataset_cfg, itr.epoch, num_updates, False, reason is not None)
         return bool(self.subsets) and due and self.trainer.validated_at != num_updates
 
     def _end_epoch(self, epoch: int, val_loss: float | None) -> None:
@@ -307,7 +311,7 @@ class Run:
 
     def _end_reason(self) -> str | None:
         """The limit that the run has reached, as the override that set it."""
-        optimization, itr = self.cfg.optimization, self.itr
+        optimization, itr = self.optimization_cfg, self.itr
         epochs_done = itr.epoch if itr.end_of_epoch() else itr.next_epoch_idx - 1
         if 0 < optimization.max_update <= self.trainer.get_num_updates():
             return f"optimization.max_update={optimization.max_update}"
@@ -316,16 +320,16 @@ class Run:
         return self._patience_reason()
 
     def _patience_reason(self) -> str | None:
-        patience = self.cfg.checkpoint.patience
+        patience = self.checkpoint_cfg.patience
         return f"checkpoint.patience={patience}" if 0 < patience <= self.trainer.best.runs_without_improvement else None
 
     def _set_time_limit(self) -> None:
-        hours = self.cfg.optimization.stop_time_hours
+        hours = self.optimization_cfg.stop_time_hours
         self.trainer.stop_after_seconds = hours * 3600 if hours > 0 else math.inf
 
     def _time_reason(self) -> str | None:
         """The limit of time, if it is reached; rank 0's clock decides for all."""
-        hours = self.cfg.optimization.stop_time_hours
+        hours = self.optimization_cfg.stop_time_hours
         if hours <= 0 or not distributed_utils.broadcast_object(self.trainer.cumulative_training_time() >= hours * 3600):
             return None
         return f"optimization.stop_time_hours={hours}"
@@ -364,3 +368,7 @@ class Run:
         for part in (self.progress, self.log, self.folder):
             if part is not None:
                 part.close()
+
+
+def _plain(section: DictConfig) -> SimpleNamespace:
+    return SimpleNamespace(**OmegaConf.to_container(section, resolve=True))

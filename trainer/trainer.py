@@ -99,7 +99,8 @@ class Trainer:
         self._train_iterator: EpochBatchIterator | None = None
         self._caller_extra_state: dict[str, Any] = {}
         self.load_report: state.LoadReport | None = None
-        self._buffer_versions = self._buffers_now()
+        self._buffer_slots: list[tuple[dict, str]] = []
+        self._remember_buffers()
         self.lr_step_update()
 
     # ---- build: a task overrides these ----
@@ -317,7 +318,7 @@ class Trainer:
 
     def _flags(self) -> dict[str, bool]:
         requests = self.requests
-        changed = self._buffers_now() != self._buffer_versions
+        changed = self._buffers_changed()
         if requests is None:
             return {"buffers_changed": changed}
         stop = requests.stop_requested or self.cumulative_training_time() >= self.stop_after_seconds
@@ -410,14 +411,25 @@ class Trainer:
 
     # ---- buffers: the file holds them once, so all ranks follow rank 0 ----
 
+    def _remember_buffers(self) -> None:
+        """Note each buffer's version, a count of in-place changes that torch keeps. Walking a model takes a while: once."""
+        if self.data_parallel_world_size > 1:
+            modules = list(self.model.modules())
+            self._buffer_slots = [(module._buffers, name) for module in modules for name in module._buffers]
+            self._buffer_versions = self._buffers_now()
+
     def _buffers_now(self) -> list[tuple[int, int]]:
-        return [(id(buffer), buffer._version) for buffer in self.model.buffers()]
+        found = (buffers.get(name) for buffers, name in self._buffer_slots)
+        return [(id(buffer), buffer._version) for buffer in found if buffer is not None]
+
+    def _buffers_changed(self) -> bool:
+        return bool(self._buffer_slots) and self._buffers_now() != self._buffer_versions
 
     def _sync_buffers(self) -> None:
         """Take rank 0's buffers if training changed any since the last time, as all ranks learned with the sums."""
         if self._sums.buffers_changed:
             self._follow_rank_0(list(self.model.buffers()))
-            self._buffer_versions = self._buffers_now()
+            self._remember_buffers()
             self._sums.buffers_changed = False
 
     def _follow_rank_0(self, tensors: list[Tensor]) -> None:
@@ -550,7 +562,7 @@ class Trainer:
         report.saved_cfg = saved["cfg"]
         self.load_report = report
         self.lr_step_update()
-        self._buffer_versions = self._buffers_now()
+        self._remember_buffers()
         return extra_state
 
     def load_model(self, filename: str) -> None:
@@ -561,7 +573,7 @@ class Trainer:
             self._load_model_state(saved, reader, filename, self.load_report)
         if self.ema is not None:
             self.ema.restore(None, _copy_nothing)
-        self._buffer_versions = self._buffers_now()
+        self._remember_buffers()
 
     def _open(self, filename: str) -> Any:
         on_all_ranks = self.cfg.checkpoint.load_checkpoint_on_all_dp_ranks
