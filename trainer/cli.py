@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,14 +27,36 @@ from trainer.errors import ConfigError
 from trainer.overrides import Override, apply_values, parse
 from trainer.targets import nearest
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2
+DONE, FAILED, BAD_INPUT, START_ME_AGAIN = 0, 1, 2, 75
 
 
 def main() -> NoReturn:
     """The console script. Leaves by os._exit: destructors of threads and libraries were seen to change the status."""
+    take_early_signals()
+    status = run(sys.argv[1:])
     from trainer.launch import leave
 
-    leave(run(sys.argv[1:]))
+    leave(status)
+
+
+def take_early_signals() -> None:
+    """Until training takes the signals over: a request to stop ends the process with 75, one to save is too early.
+
+    Importing torch takes seconds, in which a signal would otherwise end the process as a failure. The ranks of a launch
+    keep the defaults: whoever started them knows why it ends them.
+    """
+    if "RANK" in os.environ:
+        return
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, _leave_early)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+def _leave_early(number: int, frame: Any) -> NoReturn:
+    os.write(
+        2, f"fairtrain: stopped by {signal.Signals(number).name} before the first update; start me again\n".encode()
+    )
+    os._exit(START_ME_AGAIN)
 
 
 def run(argv: Sequence[str]) -> int:
