@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from types import SimpleNamespace
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -102,11 +102,11 @@ class Run:
         self.trainer.get_train_iterator(1)
         for subset in self.subsets:
             self.trainer.dataset(subset)
-        self.folder = run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed)
+        self.folder = _together(lambda: run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed))
         extra_state, self.itr = checkpoint_utils.load_checkpoint(cfg.checkpoint, self.trainer)
         self._check_metric()
         logs.open_file()
-        self.folder.write_config()
+        _together(self.folder.write_config)
         self.log = self.trainer.log = RunLog(cfg.run_dir, cfg.common, self.is_master, run_id=self.trainer.run_id)
         num_updates = self.trainer.get_num_updates()
         self.log.cut_after(num_updates)
@@ -368,6 +368,17 @@ class Run:
         for part in (self.progress, self.log, self.folder):
             if part is not None:
                 part.close()
+
+
+def _together(do: Callable[[], Any]) -> Any:
+    """What `do` gives; what it raises on one rank is raised on all."""
+    result, error = None, None
+    try:
+        result = do()
+    except Exception as problem:  # the other ranks wait for the agreement
+        error = problem
+    distributed_utils.agree(error)
+    return result
 
 
 def _plain(section: DictConfig) -> SimpleNamespace:

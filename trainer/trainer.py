@@ -46,7 +46,7 @@ class Trainer:
     """
 
     def __init__(self, cfg: Any, model: nn.Module | None = None, criterion: nn.Module | None = None) -> None:
-        self.cfg = complete_config(cfg)
+        self.cfg = complete_config(cfg, type(self))
         common = self.cfg.common
         self._seed = common.seed
         self._start_time = time.monotonic()
@@ -54,6 +54,8 @@ class Trainer:
         self.data_parallel_rank = distributed_utils.get_rank()
         self.data_parallel_world_size = distributed_utils.get_world_size()
         self.device = _choose_device(common.cpu)
+        if common.num_threads > 0:
+            torch.set_num_threads(common.num_threads)
         if common.deterministic:
             torch.use_deterministic_algorithms(True)
         self.run_id = distributed_utils.broadcast_object(uuid.uuid4().hex)
