@@ -24,13 +24,13 @@ LAYERS = [
     {"trainer.launch"},
     {"trainer.cli"},
 ]
-ABOVE_THE_PARTS = {"trainer.trainer", "trainer.train", "trainer.launch", "trainer.cli", "trainer.sweep", "trainer.__main__"}
+ABOVE_THE_PARTS = {"trainer.trainer", "trainer.train", "trainer.launch", "trainer.cli", "trainer.compose", "trainer.resume_folder", "trainer.sweep", "trainer.__main__"}
 
 
 def layer(module: str) -> int:
     if module.startswith("trainer.tasks"):
         module = "trainer.tasks"
-    elif module in ("trainer.sweep", "trainer.__main__", "trainer.plot"):
+    elif module in ("trainer.compose", "trainer.resume_folder", "trainer.sweep", "trainer.__main__", "trainer.plot"):
         module = "trainer.cli"  # commands
     elif module.startswith("trainer") and module not in ABOVE_THE_PARTS:
         module = "parts"

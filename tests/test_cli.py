@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from trainer import cli, sweep
 from trainer.config import complete_config, to_plain
 from trainer.errors import ConfigError
+from trainer.overrides import parse
 
 OWN_TASK = textwrap.dedent(
     """
@@ -605,4 +606,4 @@ def test_a_signal_ends_a_sweep_with_its_point_saved(here, number):
 def test_an_override_that_is_none_is_told():
     for text in ("", "a", "+", "~"):
         with pytest.raises(ConfigError, match="not an override"):
-            cli.parse(text)
+            parse(text)

@@ -160,13 +160,13 @@ def schedule_panel(arguments: argparse.Namespace) -> Panel:
 
 
 def _compose(overrides: Sequence[str], config_dir: str | None) -> Any:
-    from trainer import cli
+    from trainer import compose as composing
     from trainer.config import complete_config
 
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a scheduler of the current folder, as fairtrain finds it
     flags = [*overrides, *(["--config-dir", config_dir] if config_dir else [])]
-    return complete_config(cli.compose(cli.parse_flags(flags)).cfg)
+    return complete_config(composing.compose(composing.parse_flags(flags)).cfg)
 
 
 def schedule_points(cfg: Any, max_update: int) -> list[tuple[float, float]]:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.compose import compose, hydra_of
 from trainer.errors import ConfigError
 from trainer.overrides import Override, parse
 
@@ -62,9 +63,7 @@ def final_status(statuses: Sequence[int], cut_short: bool = False) -> int:
 
 def _points(flags: argparse.Namespace) -> list[list[str]]:
     """The overrides of each point, the last override varying fastest."""
-    from trainer.cli import _hydra
-
-    with _hydra(flags) as hydra:
+    with hydra_of(flags) as hydra:
         choices = [_choices(override, hydra.config_loader) for override in map(parse, flags.overrides)]
     return [list(point) for point in itertools.product(*choices)]
 
@@ -149,8 +148,6 @@ class _Sweep:
         return status
 
     def _base_folder(self, overrides: list[str]) -> str:
-        from trainer.cli import compose
-
         flags = argparse.Namespace(**{**vars(self._flags), "overrides": overrides})
         return os.path.expanduser(compose(flags).cfg.run_dir)
 
