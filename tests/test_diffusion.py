@@ -39,17 +39,21 @@ def test_losses_at_first_last_and_middle_timesteps_are_the_official_ones(officia
     given = official["losses"]
     with torch.no_grad():
         losses = build_diffusion().training_losses(
-            lambda x, t: loud(x, t, given["y"]), given["x"], given["t"], given["noise"])
+            lambda x, t: loud(x, t, given["y"]), given["x"], given["t"], given["noise"]
+        )
     for name in ("loss", "mse", "vb"):
         torch.testing.assert_close(losses[name], given[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name, steps, ddim, clip, eta", [
-    ("ancestral", 12, False, False, None),
-    ("clipped", 7, False, True, None),
-    ("ddim", 10, True, False, 0.0),
-    ("ddim_eta", 10, True, True, 0.5),
-])
+@pytest.mark.parametrize(
+    "name, steps, ddim, clip, eta",
+    [
+        ("ancestral", 12, False, False, None),
+        ("clipped", 7, False, True, None),
+        ("ddim", 10, True, False, 0.0),
+        ("ddim_eta", 10, True, True, 0.5),
+    ],
+)
 def test_a_seed_gives_the_official_samples(official, loud, name, steps, ddim, clip, eta):
     torch.manual_seed(5)
     process = build_diffusion(sampling_steps=steps, ddim=ddim)
@@ -108,15 +112,24 @@ def test_the_bound_teaches_the_variance_and_not_the_mean():
 
 def test_a_model_of_fixed_variance_trains_on_the_error_alone():
     process, clean = build_diffusion(100), torch.zeros(2, 1, 2, 2)
-    losses = process.training_losses(lambda x, t: torch.zeros_like(x), clean, torch.tensor([0, 99]), torch.ones(2, 1, 2, 2))
+    losses = process.training_losses(
+        lambda x, t: torch.zeros_like(x), clean, torch.tensor([0, 99]), torch.ones(2, 1, 2, 2)
+    )
     assert set(losses) == {"loss", "mse"} and losses["loss"].tolist() == [1.0, 1.0]
 
 
 def test_guidance_without_class_dropout_is_refused_with_the_way_out():
-    model = DiT(input_size=4, in_channels=1, hidden_size=16, depth=1, num_heads=2, num_classes=3, class_dropout_prob=0.0)
+    model = DiT(
+        input_size=4, in_channels=1, hidden_size=16, depth=1, num_heads=2, num_classes=3, class_dropout_prob=0.0
+    )
     with pytest.raises(ConfigError, match="guidance scale of 1"):
         sample_classes(model, build_diffusion(sampling_steps=2), torch.tensor([0]), cfg_scale=4.0)
-    assert sample_classes(model, build_diffusion(sampling_steps=2), torch.tensor([0]), cfg_scale=1).shape == (1, 1, 4, 4)
+    assert sample_classes(model, build_diffusion(sampling_steps=2), torch.tensor([0]), cfg_scale=1).shape == (
+        1,
+        1,
+        4,
+        4,
+    )
 
 
 def test_an_unknown_schedule_is_named():

@@ -54,8 +54,10 @@ def test_guidance_of_three_channels_is_the_official_one(reference, loud):
 
 def test_guidance_of_all_channels_differs_in_the_fourth_only(reference, loud):
     with torch.no_grad():
-        three, all_ = (loud.forward_with_cfg(reference["x"], reference["t"], reference["y"], 4.0, channels)
-                       for channels in (3, None))
+        three, all_ = (
+            loud.forward_with_cfg(reference["x"], reference["t"], reference["y"], 4.0, channels)
+            for channels in (3, None)
+        )
     changed = (three != all_).flatten(2).any(2).any(0)
     assert changed.tolist() == [False, False, False, True] + [False] * 4
 

@@ -34,8 +34,14 @@ def folder(tmp_path):
 def config(tmp_path, task, model=None, **sections):
     return {
         "task": task,
-        "model": {"_target_": "trainer.tasks.dit.model.DiT", "input_size": None, "in_channels": None,
-                  "num_classes": None, **TINY, **(model or {})},
+        "model": {
+            "_target_": "trainer.tasks.dit.model.DiT",
+            "input_size": None,
+            "in_channels": None,
+            "num_classes": None,
+            **TINY,
+            **(model or {}),
+        },
         "criterion": {"_target_": "trainer.tasks.dit.criterion.DiffusionCriterion", "diffusion_steps": 40},
         "optimizer": {"_target_": "torch.optim.AdamW"},
         "lr_scheduler": {"_target_": "trainer.lr_scheduler.Fixed"},
@@ -96,10 +102,13 @@ def test_classes_that_training_lacks_are_refused_in_the_validation_set(folder):
         list_split(str(folder), "valid", 0.0, seed=1)
 
 
-@pytest.mark.parametrize("break_it, message", [
-    (lambda folder: (folder / "dog").mkdir(), "class folder .*dog holds no image"),
-    (lambda folder: np.save(folder / "ant" / "x.npy", np.zeros(1)), "mixes images .* with latents .*x.npy"),
-])
+@pytest.mark.parametrize(
+    "break_it, message",
+    [
+        (lambda folder: (folder / "dog").mkdir(), "class folder .*dog holds no image"),
+        (lambda folder: np.save(folder / "ant" / "x.npy", np.zeros(1)), "mixes images .* with latents .*x.npy"),
+    ],
+)
 def test_folders_that_cannot_be_meant_are_refused_by_name(folder, break_it, message):
     break_it(folder)
     with pytest.raises(ConfigError, match=message):
@@ -126,7 +135,11 @@ def test_images_come_as_squares_between_minus_one_and_one(folder, channels):
     dataset = FolderDataset(list_files(str(folder)), 8, channels)
     for index in (0, 11):
         values, label = dataset[index]
-        assert values.shape == (channels, 8, 8) and values.dtype == torch.float32 and -1 <= values.min() < values.max() <= 1
+        assert (
+            values.shape == (channels, 8, 8)
+            and values.dtype == torch.float32
+            and -1 <= values.min() < values.max() <= 1
+        )
     assert label == 2 and dataset.path(11).endswith("cat/3.png")
 
 
@@ -212,12 +225,16 @@ def test_sizes_that_do_not_agree_are_told_together_with_the_overrides(tmp_path, 
 
 
 def test_impossible_settings_are_told_together(tmp_path):
-    with pytest.raises(ConfigError, match="task.data is not given.*task.valid_fraction is 1.5.*task.sample_steps is 41"):
+    with pytest.raises(
+        ConfigError, match="task.data is not given.*task.valid_fraction is 1.5.*task.sample_steps is 41"
+    ):
         ClassConditionalImages(images_config(tmp_path, "", valid_fraction=1.5, sample_steps=41))
 
 
 def test_a_validation_leaves_a_picture_and_the_weights_as_they_were(tmp_path, folder):
-    trainer = ClassConditionalImages({**images_config(tmp_path, folder, valid_fraction=0.25), "ema": {"store_ema": True}})
+    trainer = ClassConditionalImages(
+        {**images_config(tmp_path, folder, valid_fraction=0.25), "ema": {"store_ema": True}}
+    )
     trainer.train_step([next(iter(trainer.get_train_iterator(1).next_epoch_itr()))[0]])
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     assert trainer.validate("valid")["loss"] > 0
@@ -285,4 +302,11 @@ def test_the_grid_shows_images_row_by_row_enlarged_between_white_lines():
     images = torch.stack([torch.full((1, 2, 2), v) for v in (-1.0, 0.0, 1.0, 7.0)])
     picture = grid_image(images, columns=2)
     assert picture.shape == (99, 99, 3)
-    assert [int(picture[y, x, 0]) for y, x in ((10, 10), (10, 60), (60, 10), (60, 60), (0, 0), (49, 10))] == [0, 128, 255, 255, 255, 255]
+    assert [int(picture[y, x, 0]) for y, x in ((10, 10), (10, 60), (60, 10), (60, 60), (0, 0), (49, 10))] == [
+        0,
+        128,
+        255,
+        255,
+        255,
+        255,
+    ]

@@ -83,13 +83,16 @@ def test_classes_that_do_not_exist_are_refused(text):
         parse_classes(text, 3)
 
 
-@pytest.mark.parametrize("options, message", [
-    (["-o", "x.txt"], "draws images"),
-    (["-o", "x.png", "--steps", "41"], "41 sampling steps"),
-    (["-o", "x.png", "-n", "0"], "-n 0"),
-    (["-o", "x.png", "--cfg-channels", "none"], "--cfg-channels none"),
-    (["-o", "x.png", "--device", "abacus"], "--device abacus"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["-o", "x.txt"], "draws images"),
+        (["-o", "x.png", "--steps", "41"], "41 sampling steps"),
+        (["-o", "x.png", "-n", "0"], "-n 0"),
+        (["-o", "x.png", "--cfg-channels", "none"], "--cfg-channels none"),
+        (["-o", "x.png", "--device", "abacus"], "--device abacus"),
+    ],
+)
 def test_bad_options_give_status_2_and_a_sentence(saved, capsys, options, message):
     assert main([saved, *options]) == 2
     assert message in capsys.readouterr().err
@@ -127,8 +130,12 @@ def test_a_language_model_writes_text(tmp_path, capsys):
 
     sizes = dict(vocab_size=256, dim=16, num_layers=1, num_heads=2, max_length=16)
     target = "trainer.tasks.language_modeling.model.TransformerLM"
-    state = {"format_version": 1, "cfg": {"model": {"_target_": target, **sizes}},
-             "model": dict(TransformerLM(**sizes).state_dict()), "extra_state": {}}
+    state = {
+        "format_version": 1,
+        "cfg": {"model": {"_target_": target, **sizes}},
+        "model": dict(TransformerLM(**sizes).state_dict()),
+        "extra_state": {},
+    }
     torch.save(state, tmp_path / "c.pt")
     options = [str(tmp_path / "c.pt"), "--prompt", "def ", "--length", "8", "--device", "cpu"]
     assert main([*options, "-o", str(tmp_path / "x.txt")]) == 0

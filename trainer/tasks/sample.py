@@ -42,25 +42,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(prog="fairtrain-sample", description="Draw samples from the model in a checkpoint.")
+    command = argparse.ArgumentParser(
+        prog="fairtrain-sample", description="Draw samples from the model in a checkpoint."
+    )
     command.add_argument("file", metavar="FILE", help="a checkpoint that fairtrain wrote or imported")
-    command.add_argument("-o", "--output", required=True, metavar="PNG|TXT",
-                         help="what is written; images also go to .npy or .pt as numbers; '-' prints text")
+    command.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="PNG|TXT",
+        help="what is written; images also go to .npy or .pt as numbers; '-' prints text",
+    )
     command.add_argument("--seed", type=int, default=0, help="the same seed draws the same samples (default 0)")
     command.add_argument("--no-ema", action="store_true", help="the trained weights, not their average")
-    command.add_argument("--device", default=None, help="such as cpu or cuda:0 (default: an accelerator where there is one)")
+    command.add_argument(
+        "--device", default=None, help="such as cpu or cuda:0 (default: an accelerator where there is one)"
+    )
     images = command.add_argument_group("diffusion transformers")
-    images.add_argument("--class", dest="classes", default=None, metavar="LIST",
-                        help="numbers and ranges such as 3 or 0-9,42 (default: the first ten classes)")
-    images.add_argument("-n", type=int, default=8, metavar="N", help="images of each class, a row of the picture (default 8)")
+    images.add_argument(
+        "--class",
+        dest="classes",
+        default=None,
+        metavar="LIST",
+        help="numbers and ranges such as 3 or 0-9,42 (default: the first ten classes)",
+    )
+    images.add_argument(
+        "-n", type=int, default=8, metavar="N", help="images of each class, a row of the picture (default 8)"
+    )
     images.add_argument("--cfg-scale", type=float, default=4.0, help="classifier-free guidance, 1: none (default 4)")
-    images.add_argument("--cfg-channels", default="3", metavar="N|all",
-                        help="leading channels that are guided (default 3, as in the official samples)")
-    images.add_argument("--steps", type=int, default=None, help="sampling steps (default 250, or all if there are fewer)")
+    images.add_argument(
+        "--cfg-channels",
+        default="3",
+        metavar="N|all",
+        help="leading channels that are guided (default 3, as in the official samples)",
+    )
+    images.add_argument(
+        "--steps", type=int, default=None, help="sampling steps (default 250, or all if there are fewer)"
+    )
     images.add_argument("--ddim", action="store_true", help="DDIM in place of ancestral sampling")
     images.add_argument("--eta", type=float, default=0.0, help="fresh noise in DDIM, from 0 (none, default) to 1")
-    images.add_argument("--clip", action=argparse.BooleanOptionalAction, default=None,
-                        help="keep the believed image in [-1, 1] at each step (default: for pixels, not for latents)")
+    images.add_argument(
+        "--clip",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="keep the believed image in [-1, 1] at each step (default: for pixels, not for latents)",
+    )
     text = command.add_argument_group("language models")
     text.add_argument("--prompt", default="", help="what the text begins with")
     text.add_argument("--length", type=int, default=512, metavar="BYTES", help="bytes that are added (default 512)")
@@ -84,7 +110,9 @@ def sample_to_file(arguments: argparse.Namespace) -> str:
         return _sample_images(arguments, state, device)
     if target == LANGUAGE_MODEL_TARGET:
         return _sample_text(arguments, state, device)
-    raise ConfigError(f"{arguments.file} holds a {target}; samples are drawn from {DIT_TARGET} and {LANGUAGE_MODEL_TARGET}")
+    raise ConfigError(
+        f"{arguments.file} holds a {target}; samples are drawn from {DIT_TARGET} and {LANGUAGE_MODEL_TARGET}"
+    )
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -127,8 +155,10 @@ def _sample_images(arguments: argparse.Namespace, state: Mapping[str, Any], devi
     images = draw_images(model.to(device), classes, arguments, state["cfg"].get("criterion") or {})
     _write_images(images, arguments.output, arguments.n)
     if model.in_channels > 3 and arguments.output.lower().endswith(".png"):
-        print("these are latents: the picture shows three of their channels. For a decoder, write -o FILE.npy",
-              file=sys.stderr)
+        print(
+            "these are latents: the picture shows three of their channels. For a decoder, write -o FILE.npy",
+            file=sys.stderr,
+        )
     return f"{arguments.output}: {len(images)} images of {len(classes)} classes ({weights})"
 
 
@@ -145,9 +175,14 @@ def draw_images(model: nn.Module, classes: list[int], arguments: argparse.Namesp
     diffusion = build_diffusion(all_steps, schedule, steps, arguments.ddim).to(device)
     labels = torch.tensor(classes).repeat_interleave(arguments.n).to(device)
     clip = model.in_channels in (1, 3) if arguments.clip is None else arguments.clip
-    seed_all(arguments.seed)   # as it is, not derived: official seeds then give official images
+    seed_all(arguments.seed)  # as it is, not derived: official seeds then give official images
     images = sample_classes(
-        model, diffusion, labels, arguments.cfg_scale, clip, arguments.eta if arguments.ddim else None,
+        model,
+        diffusion,
+        labels,
+        arguments.cfg_scale,
+        clip,
+        arguments.eta if arguments.ddim else None,
         cfg_channels,
     )
     return images.cpu()
@@ -201,7 +236,12 @@ def _sample_text(arguments: argparse.Namespace, state: Mapping[str, Any], device
         raise ConfigError(f"-o {arguments.output}: this is a language model, its samples are text")
     model, weights = build_model(TransformerLM, state, not arguments.no_ema)
     text = sample_text(
-        model.to(device), arguments.prompt.encode(), arguments.length, arguments.temperature, arguments.top_k, arguments.seed
+        model.to(device),
+        arguments.prompt.encode(),
+        arguments.length,
+        arguments.temperature,
+        arguments.top_k,
+        arguments.seed,
     ).decode(errors="replace")
     if arguments.output == "-":
         return text

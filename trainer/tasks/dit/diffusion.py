@@ -20,21 +20,25 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 
-Denoiser = Callable[[Tensor, Tensor], Tensor]   # (x [B, C, S, S], original timesteps [B]) -> [B, C or 2C, S, S]
+Denoiser = Callable[[Tensor, Tensor], Tensor]  # (x [B, C, S, S], original timesteps [B]) -> [B, C or 2C, S, S]
 
 
 def linear_betas(num_steps: int) -> Tensor:
     """Variances added per step, float64 [num_steps]: evenly from 1e-4 to 0.02 at 1,000 steps, scaled for others."""
     scale = 1000 / num_steps
     if scale * 0.02 >= 1:
-        raise ConfigError(f"criterion.diffusion_steps={num_steps}: the linear schedule needs at least 21 steps, its last "
-                          "one would leave nothing of the image. Set criterion.noise_schedule=squaredcos_cap_v2 for fewer")
+        raise ConfigError(
+            f"criterion.diffusion_steps={num_steps}: the linear schedule needs at least 21 steps, its last "
+            "one would leave nothing of the image. Set criterion.noise_schedule=squaredcos_cap_v2 for fewer"
+        )
     return torch.linspace(scale * 1e-4, scale * 0.02, num_steps, dtype=torch.float64)
 
 
 def cosine_betas(num_steps: int, largest: float = 0.999) -> Tensor:
     """Variances that make the share of signal follow a squared cosine, float64 [num_steps]."""
-    signal = torch.cos((torch.arange(num_steps + 1, dtype=torch.float64) / num_steps + 0.008) / 1.008 * math.pi / 2) ** 2
+    signal = (
+        torch.cos((torch.arange(num_steps + 1, dtype=torch.float64) / num_steps + 0.008) / 1.008 * math.pi / 2) ** 2
+    )
     return (1 - signal[1:] / signal[:-1]).clamp(max=largest)
 
 
@@ -63,7 +67,7 @@ class Step(NamedTuple):
 
     mean: Tensor
     log_variance: Tensor
-    clean: Tensor      # the image x_0 that it believes in
+    clean: Tensor  # the image x_0 that it believes in
     noise: Tensor
 
 
@@ -77,17 +81,21 @@ class GaussianDiffusion(nn.Module):
     def __init__(self, betas: Tensor, timesteps: list[int] | None = None) -> None:
         super().__init__()
         kept = torch.arange(len(betas)) if timesteps is None else torch.tensor(sorted(set(timesteps)))
-        signal = torch.cumprod(1 - betas, 0)[kept]                       # share of variance that is still image
+        signal = torch.cumprod(1 - betas, 0)[kept]  # share of variance that is still image
         before = torch.cat([torch.ones(1, dtype=torch.float64), signal[:-1]])
         betas = 1 - signal / before
         variance = betas * (1 - before) / (1 - signal)
         if len(variance) > 1:
-            variance = torch.cat([variance[1:2], variance[1:]])          # the true one at t=0 is 0: no logarithm
+            variance = torch.cat([variance[1:2], variance[1:]])  # the true one at t=0 is 0: no logarithm
         tables = {
-            "signal": signal, "signal_before": before,
-            "sqrt_signal": signal.sqrt(), "sqrt_noise": (1 - signal).sqrt(),
-            "sqrt_recip_signal": (1 / signal).sqrt(), "sqrt_recip_minus_one": (1 / signal - 1).sqrt(),
-            "log_variance_low": variance.clamp(min=1e-20).log(), "log_variance_high": betas.log(),
+            "signal": signal,
+            "signal_before": before,
+            "sqrt_signal": signal.sqrt(),
+            "sqrt_noise": (1 - signal).sqrt(),
+            "sqrt_recip_signal": (1 / signal).sqrt(),
+            "sqrt_recip_minus_one": (1 / signal - 1).sqrt(),
+            "log_variance_low": variance.clamp(min=1e-20).log(),
+            "log_variance_high": betas.log(),
             "log_variance_fixed": torch.cat([variance[:1], betas[1:]]).log(),
             "clean_weight": betas * before.sqrt() / (1 - signal),
             "noisy_weight": (1 - before) * (1 - betas).sqrt() / (1 - signal),
@@ -113,7 +121,7 @@ class GaussianDiffusion(nn.Module):
         if spread is None:
             log_variance = self._at("log_variance_fixed", t).expand_as(x)
         else:
-            share = (spread + 1) / 2                                     # -1 is the lower bound, 1 the upper
+            share = (spread + 1) / 2  # -1 is the lower bound, 1 the upper
             log_variance = share * self._at("log_variance_high", t) + (1 - share) * self._at("log_variance_low", t)
         clean = self._at("sqrt_recip_signal", t) * x - self._at("sqrt_recip_minus_one", t) * noise
         if clip:
@@ -137,7 +145,9 @@ class GaussianDiffusion(nn.Module):
 
     def _bound(self, output: Tensor, clean: Tensor, x: Tensor, t: Tensor) -> Tensor:
         step = self.step_back(output, x, t)
-        kl = _normal_kl(self._posterior_mean(clean, x, t), self._at("log_variance_low", t), step.mean, step.log_variance)
+        kl = _normal_kl(
+            self._posterior_mean(clean, x, t), self._at("log_variance_low", t), step.mean, step.log_variance
+        )
         likelihood = _discrete_log_likelihood(clean, step.mean, 0.5 * step.log_variance)
         per_value = torch.where((t == 0)[:, None, None, None], -likelihood, kl)
         return per_value.flatten(1).mean(1) / math.log(2)
@@ -165,8 +175,9 @@ class GaussianDiffusion(nn.Module):
         return step.clean * before.sqrt() + (1 - before - sigma**2).sqrt() * step.noise + sigma * fresh
 
 
-def build_diffusion(num_steps: int = 1000, noise_schedule: str = "linear", sampling_steps: int | None = None,
-                    ddim: bool = False) -> GaussianDiffusion:
+def build_diffusion(
+    num_steps: int = 1000, noise_schedule: str = "linear", sampling_steps: int | None = None, ddim: bool = False
+) -> GaussianDiffusion:
     """The process of `num_steps` steps, or, for sampling, `sampling_steps` of them."""
     if noise_schedule not in NOISE_SCHEDULES:
         raise ConfigError(f"criterion.noise_schedule={noise_schedule} is none of {', '.join(NOISE_SCHEDULES)}.")
@@ -177,8 +188,15 @@ def build_diffusion(num_steps: int = 1000, noise_schedule: str = "linear", sampl
     return GaussianDiffusion(betas, choose(num_steps, sampling_steps))
 
 
-def sample_classes(model: nn.Module, diffusion: GaussianDiffusion, labels: Tensor, cfg_scale: float,
-                   clip: bool = False, eta: float | None = None, cfg_channels: int | None = 3) -> Tensor:
+def sample_classes(
+    model: nn.Module,
+    diffusion: GaussianDiffusion,
+    labels: Tensor,
+    cfg_scale: float,
+    clip: bool = False,
+    eta: float | None = None,
+    cfg_channels: int | None = 3,
+) -> Tensor:
     """One image for each of `labels` [B], drawn with the default generator: [B, in_channels, S, S] on their device.
 
     A cfg_scale other than 1 guides (classifier-free) and needs a DiT that was trained with class dropout.
@@ -188,8 +206,9 @@ def sample_classes(model: nn.Module, diffusion: GaussianDiffusion, labels: Tenso
     if cfg_scale == 1:
         return diffusion.sample(lambda x, t: model(x, t, labels), noise, clip, eta)
     if model.class_dropout_prob <= 0:
-        raise ConfigError("This DiT was trained with model.class_dropout_prob=0 and knows no \"no class\": use a "
-                          "guidance scale of 1.")
+        raise ConfigError(
+            'This DiT was trained with model.class_dropout_prob=0 and knows no "no class": use a guidance scale of 1.'
+        )
     both = torch.cat([labels, torch.full_like(labels, model.num_classes)])
 
     def guided(x: Tensor, t: Tensor) -> Tensor:

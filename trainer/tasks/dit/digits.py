@@ -21,11 +21,11 @@ from trainer.tasks.dit.task import DiffusionTask, _setting, sampling_problems
 
 logger = logging.getLogger(__name__)
 
-NUM_CLASSES, SIDE, WHITE = 10, 8, 16   # classes, pixels, the largest grey value
+NUM_CLASSES, SIDE, WHITE = 10, 8, 16  # classes, pixels, the largest grey value
 
 
 def load_split(split: str, valid_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images float32 [N, 8, 8] from 0 to 16, and labels int64 [N]; every split other than "train" is the held-out part."""
+    """Images float32 [N, 8, 8] from 0 to 16, and labels int64 [N]; a split other than "train" is the held-out part."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -101,13 +101,29 @@ class Digits(DiffusionTask):
         rows = images.unflatten(0, (NUM_CLASSES, task.samples_per_class))[:, :shown].flatten(0, 1)
         path = self.write_picture(rows, "samples.png", columns=shown)
         real, drawn = self._judge(images, labels)
-        self.log_event("sample", num_updates=self.get_num_updates(), path=path, accuracy=drawn,
-                       real_accuracy=real, num_samples=len(labels), cfg_scale=task.cfg_scale, steps=task.sample_steps)
+        self.log_event(
+            "sample",
+            num_updates=self.get_num_updates(),
+            path=path,
+            accuracy=drawn,
+            real_accuracy=real,
+            num_samples=len(labels),
+            cfg_scale=task.cfg_scale,
+            steps=task.sample_steps,
+        )
         logger.info("picture: %s (one row for each digit, 0 to 9)", path)
-        logger.info("quality: a classifier of real digits sees the digit that was asked for in %.1f %% of %d samples "
-                    "(held-out real digits: %.1f %%)", 100 * drawn, len(labels), 100 * real)
-        logger.info("train on: fairtrain %s optimization.max_update=%d",
-                    shlex.quote(f"resume={self.cfg.run_dir}"), 2 * max(self.get_num_updates(), 1))
+        logger.info(
+            "quality: a classifier of real digits sees the digit that was asked for in %.1f %% of %d samples "
+            "(held-out real digits: %.1f %%)",
+            100 * drawn,
+            len(labels),
+            100 * real,
+        )
+        logger.info(
+            "train on: fairtrain %s optimization.max_update=%d",
+            shlex.quote(f"resume={self.cfg.run_dir}"),
+            2 * max(self.get_num_updates(), 1),
+        )
 
     def draw_digits(self, per_class: int) -> tuple[Tensor, np.ndarray]:
         """Samples [10 * per_class, 1, 8, 8] in [-1, 1], class after class, and their labels."""
@@ -131,6 +147,9 @@ def config_problems(cfg: Any) -> list[str]:
         problems.append("task.samples_per_class must be 0 or more, task.pictured_per_class 1 or more")
     problems += sampling_problems(task.sample_steps, cfg.criterion)
     wanted = {"input_size": SIDE, "in_channels": 1, "num_classes": NUM_CLASSES}
-    problems += [f"model.{name} is {model[name]}, but the digits need model.{name}={value}"
-                 for name, value in wanted.items() if name in model and model[name] != value]
+    problems += [
+        f"model.{name} is {model[name]}, but the digits need model.{name}={value}"
+        for name, value in wanted.items()
+        if name in model and model[name] != value
+    ]
     return problems

@@ -50,7 +50,9 @@ class Listing:
 
     def take(self, chosen: np.ndarray) -> Listing:
         """The files whose indices are in `chosen`, in that order."""
-        return Listing(self.root, self.classes, [self.names[i] for i in chosen], self.labels[chosen], self.sizes[chosen])
+        return Listing(
+            self.root, self.classes, [self.names[i] for i in chosen], self.labels[chosen], self.sizes[chosen]
+        )
 
 
 def list_files(root: str, classes: list[str] | None = None) -> Listing:
@@ -63,8 +65,12 @@ def list_files(root: str, classes: list[str] | None = None) -> Listing:
     classes = found if classes is None else classes
     unknown = sorted(set(found) - set(classes))
     if not found or unknown:
-        problem = f"has classes that training has not: {', '.join(unknown[:10])}" if unknown else "holds no class folders"
-        raise ConfigError(f"task.data: {root} {problem}. Expected are images in {os.path.join(root, '<class>', '<file>')}.")
+        problem = (
+            f"has classes that training has not: {', '.join(unknown[:10])}" if unknown else "holds no class folders"
+        )
+        raise ConfigError(
+            f"task.data: {root} {problem}. Expected are images in {os.path.join(root, '<class>', '<file>')}."
+        )
     files = []
     for name in found:
         of_class = sorted(_walk(root, name))
@@ -102,7 +108,7 @@ def _held_out(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         members = generator.permutation(np.flatnonzero(labels == label))
-        chosen[members[:min(round(fraction * len(members)), len(members) - 1)]] = True
+        chosen[members[: min(round(fraction * len(members)), len(members) - 1)]] = True
     return chosen
 
 
@@ -136,7 +142,9 @@ class FolderDataset(torch.utils.data.Dataset):
         latent_scale: what stored latents are multiplied by.
     """
 
-    def __init__(self, listing: Listing, size: int, channels: int, augment: bool = False, latent_scale: float = 1.0) -> None:
+    def __init__(
+        self, listing: Listing, size: int, channels: int, augment: bool = False, latent_scale: float = 1.0
+    ) -> None:
         self.root, self.size, self.channels, self.latent_scale = listing.root, size, channels, latent_scale
         self.labels, self.are_latents = listing.labels, listing.are_latents
         self.augment = self.uses_rng = augment
@@ -144,7 +152,9 @@ class FolderDataset(torch.utils.data.Dataset):
         encoded = [os.fsencode(name) for name in listing.names]
         self._ends = np.cumsum([len(name) for name in encoded])
         self._names = b"".join(encoded)
-        content = "\0".join([*listing.classes, *listing.names]).encode(errors="surrogateescape") + listing.sizes.tobytes()
+        content = (
+            "\0".join([*listing.classes, *listing.names]).encode(errors="surrogateescape") + listing.sizes.tobytes()
+        )
         self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def __len__(self) -> int:
@@ -152,7 +162,7 @@ class FolderDataset(torch.utils.data.Dataset):
 
     def path(self, index: int) -> str:
         begin = self._ends[index - 1] if index else 0
-        return os.path.join(self.root, os.fsdecode(self._names[begin:self._ends[index]]))
+        return os.path.join(self.root, os.fsdecode(self._names[begin : self._ends[index]]))
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = self.path(index)
@@ -181,7 +191,7 @@ def read_image(path: str, size: int, channels: int) -> np.ndarray:
     try:
         with image_module.open(path) as image:
             image = image.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:   # what PIL raises
+    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:  # what PIL raises
         raise SampleFileError(path, f"not a readable image ({type(error).__name__}: {error})") from error
     return centre_crop(image, size).reshape(size, size, channels)
 
@@ -198,14 +208,16 @@ def centre_crop(image: Any, size: int) -> np.ndarray:
     factor = size / min(image.size)
     image = image.resize((round(image.width * factor), round(image.height * factor)), resampling.BICUBIC)
     left, top = (image.width - size) // 2, (image.height - size) // 2
-    return np.asarray(image)[top:top + size, left:left + size]
+    return np.asarray(image)[top : top + size, left : left + size]
 
 
 def read_latent(path: str) -> Tensor:
     """A stored latent [C, S, S], or a stack of variants of one sample [K, C, S, S]. Runs no code from the file."""
     try:
-        latent = torch.from_numpy(np.load(path)) if path.lower().endswith(".npy") else torch.load(path, weights_only=True)
-    except Exception as error:   # unpickling a damaged file raises nearly anything
+        latent = (
+            torch.from_numpy(np.load(path)) if path.lower().endswith(".npy") else torch.load(path, weights_only=True)
+        )
+    except Exception as error:  # unpickling a damaged file raises nearly anything
         raise SampleFileError(path, f"not a readable latent ({type(error).__name__}: {error})") from error
     if not isinstance(latent, Tensor) or latent.ndim not in (3, 4) or not latent.is_floating_point():
         raise SampleFileError(path, "a latent must be one tensor of floats [C, S, S] or [K, C, S, S]")

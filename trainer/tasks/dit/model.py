@@ -179,7 +179,7 @@ class DiT(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
         self.pos_embed.copy_(sincos_position_embedding(self.pos_embed.shape[-1], self.grid_size))
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))   # as the linear layer that it is
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))  # as the linear layer that it is
         nn.init.zeros_(self.x_embedder.proj.bias)
         for embedding in (self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
             nn.init.normal_(embedding.weight, std=0.02)
@@ -199,7 +199,7 @@ class DiT(nn.Module):
     def _join_patches(self, patches: Tensor) -> Tensor:
         """Patches [B, L, patch_size^2 * out_channels] back to images [B, out_channels, S, S]."""
         grid, size = self.grid_size, self.patch_size
-        patches = patches.reshape(-1, grid, grid, size, size, self.out_channels)   # rows and columns, then those inside
+        patches = patches.reshape(-1, grid, grid, size, size, self.out_channels)  # rows and columns, then those inside
         return patches.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, grid * size, grid * size)
 
     def forward_with_cfg(
@@ -232,7 +232,9 @@ def sincos_position_embedding(hidden_size: int, grid_size: int) -> Tensor:
 def _check_given(**sizes: int | None) -> None:
     missing = [name for name, size in sizes.items() if size is None]
     if missing:
-        raise ConfigError(f"{', '.join(f'model.{name}' for name in missing)}: null, and no task knows it from its data.")
+        raise ConfigError(
+            f"{', '.join(f'model.{name}' for name in missing)}: null, and no task knows it from its data."
+        )
 
 
 def _check_sizes(input_size: int, patch_size: int, hidden_size: int, num_heads: int, dropout: float) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 
-SMALLEST_TILE = 48   # pixels: smaller images are enlarged
+SMALLEST_TILE = 48  # pixels: smaller images are enlarged
 
 
 def grid_image(images: Tensor, columns: int, gap: int = 1) -> Tensor:
@@ -26,14 +26,14 @@ def grid_image(images: Tensor, columns: int, gap: int = 1) -> Tensor:
     colours = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images[:, :3]
     colours = torch.cat([colours, torch.ones(len(images), 3 - colours.shape[1], *images.shape[2:])], dim=1)
     scale = math.ceil(SMALLEST_TILE / images.shape[-1])
-    if scale > 1:   # smoothly: strokes of a few large squares are hard to read
+    if scale > 1:  # smoothly: strokes of a few large squares are hard to read
         colours = F.interpolate(colours.clamp(-1, 1), scale_factor=scale, mode="bicubic")
     tiles = ((colours.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     rows, side = math.ceil(len(tiles) / columns), tiles.shape[-1] + gap
     picture = torch.full((rows * side + gap, columns * side + gap, 3), 255, dtype=torch.uint8)
     for i, tile in enumerate(tiles):
         top, left = gap + i // columns * side, gap + i % columns * side
-        picture[top:top + side - gap, left:left + side - gap] = tile.permute(1, 2, 0)
+        picture[top : top + side - gap, left : left + side - gap] = tile.permute(1, 2, 0)
     return picture
 
 

@@ -40,7 +40,7 @@ class DiffusionTask(Trainer):
         """
         criterion = self.criterion
         diffusion = build_diffusion(criterion.diffusion_steps, criterion.noise_schedule, steps).to(self.device)
-        cfg_scale = cfg_scale if self.model.class_dropout_prob > 0 else 1.0   # without "no class" nothing guides
+        cfg_scale = cfg_scale if self.model.class_dropout_prob > 0 else 1.0  # without "no class" nothing guides
         averaged = self.ema is not None
         was_training = self.model.training
         with self.ema.swapped_in(self.model) if averaged else contextlib.nullcontext():
@@ -81,7 +81,9 @@ class ClassConditionalImages(DiffusionTask):
         latent_scale: float = _setting(
             1.0, "what stored latents are multiplied by; 0.18215 for those of the usual autoencoder, if not yet scaled"
         )
-        sample_num_classes: int = _setting(8, "classes in the picture that is written after a validation; 0: no picture")
+        sample_num_classes: int = _setting(
+            8, "classes in the picture that is written after a validation; 0: no picture"
+        )
         sample_steps: int = _setting(50, "steps of sampling for that picture, 1 up to criterion.diffusion_steps")
         sample_cfg_scale: float = _setting(4.0, "classifier-free guidance of that picture; 1: none")
 
@@ -100,8 +102,14 @@ class ClassConditionalImages(DiffusionTask):
         if listing is None:
             return []
         task, model = self.cfg.task, self.cfg.model
-        logger.info("%s: %d %s of %d classes in %s", split, len(listing.names),
-                    "latents" if listing.are_latents else "images", len(listing.classes), listing.root)
+        logger.info(
+            "%s: %d %s of %d classes in %s",
+            split,
+            len(listing.names),
+            "latents" if listing.are_latents else "images",
+            len(listing.classes),
+            listing.root,
+        )
         augment = task.flip and split == self.cfg.dataset.train_subset
         return FolderDataset(listing, model.input_size, model.in_channels, augment, task.latent_scale)
 
@@ -122,7 +130,7 @@ class ClassConditionalImages(DiffusionTask):
         num_updates = self.get_num_updates()
         try:
             path = self.write_picture(images, f"samples/update_{num_updates}.png", columns=4)
-        except OSError as error:   # a picture is not worth a run: a full disk is for the next checkpoint to report
+        except OSError as error:  # a picture is not worth a run: a full disk is for the next checkpoint to report
             logger.warning("the picture of update %d was not written: %s", num_updates, error)
             return
         self.log_event("sample", num_updates=num_updates, path=path)
@@ -154,7 +162,7 @@ def sampling_problems(sample_steps: int, criterion: Any) -> list[str]:
 
 
 def fit_model_to_data(model: Any, image_size: int | None, listing: Listing) -> None:
-    """Fill in what is null of model.input_size, in_channels and num_classes, or say what does not agree and the way out.
+    """Fill in what is null of model.input_size, in_channels and num_classes, or say what does not agree.
 
     `model`: the config's section, changed in place, so that a checkpoint holds what was really built.
     """
@@ -163,8 +171,10 @@ def fit_model_to_data(model: Any, image_size: int | None, listing: Listing) -> N
         found = {"in_channels": shape[-3], "input_size": shape[-1]}
         what = f"latents of shape {tuple(shape)}"
         if image_size is not None and image_size != shape[-1]:
-            raise ConfigError(f"task.data holds {what}, which are not resized: task.image_size={image_size} cannot be. "
-                              "Set task.image_size=null")
+            raise ConfigError(
+                f"task.data holds {what}, which are not resized: task.image_size={image_size} cannot be. "
+                "Set task.image_size=null"
+            )
     else:
         found = _sizes_for_images(model, image_size)
         what = f"images, cropped to {found['input_size']} x {found['input_size']} pixels"
@@ -175,8 +185,9 @@ def fit_model_to_data(model: Any, image_size: int | None, listing: Listing) -> N
         if model.get(name) is None:
             model[name] = value
         elif model[name] != value:
-            problems.append(f"model.{name} is {model[name]}, but task.data has {reasons.get(name, what)}: "
-                            f"set model.{name}={value}")
+            problems.append(
+                f"model.{name} is {model[name]}, but task.data has {reasons.get(name, what)}: set model.{name}={value}"
+            )
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -184,5 +195,7 @@ def fit_model_to_data(model: Any, image_size: int | None, listing: Listing) -> N
 def _sizes_for_images(model: Any, image_size: int | None) -> dict[str, int]:
     size = image_size or model.get("input_size")
     if size is None:
-        raise ConfigError("task.data holds images: say to how many pixels they are cropped, for example task.image_size=64")
+        raise ConfigError(
+            "task.data holds images: say to how many pixels they are cropped, for example task.image_size=64"
+        )
     return {"in_channels": 1 if model.get("in_channels") == 1 else 3, "input_size": size}
