@@ -204,8 +204,6 @@ def _uneven(tmp_path: str) -> list:
             "common": {"cpu": True},
             "dataset": {"batch_size": 2, "valid_subset": "valid"},
             "optimization": {"max_epoch": 1, "lr": 0.01, "update_freq": 2},
-            "optimizer": {"_target_": "torch.optim.SGD"},
-            "lr_scheduler": {"_target_": "trainer.lr_scheduler.Fixed"},
         }
     )
     stats = [trainer.train_step(samples) for samples in trainer.get_train_iterator(1).next_epoch_itr()]

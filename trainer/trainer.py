@@ -34,6 +34,9 @@ from trainer.randomness import derive_seed, seed_all
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+# What a plain dictionary that leaves these sections out gets.
+DEFAULT_OPTIMIZER = {"_target_": "torch.optim.AdamW"}
+DEFAULT_LR_SCHEDULER = {"_target_": "trainer.lr_scheduler.Fixed"}
 
 
 class Trainer:
@@ -119,12 +122,13 @@ class Trainer:
 
     def build_optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer of `cfg.optimizer` over (canonical name, parameter) pairs, in the model's order."""
-        return optim.build_optimizer(self.cfg.optimizer, named_parameters, self.cfg.optimization.lr)
+        node = self.cfg.optimizer or DEFAULT_OPTIMIZER
+        return optim.build_optimizer(node, named_parameters, self.cfg.optimization.lr)
 
     def build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         """The schedule of `cfg.lr_scheduler`, see trainer.lr_scheduler for what it must offer."""
-        optimization = self.cfg.optimization
-        return build_lr_scheduler(self.cfg.lr_scheduler, optimizer, optimization.lr, optimization.max_update)
+        node, optimization = self.cfg.lr_scheduler or DEFAULT_LR_SCHEDULER, self.cfg.optimization
+        return build_lr_scheduler(node, optimizer, optimization.lr, optimization.max_update)
 
     def build_dataset(self, split: str) -> Any:
         """A map-style dataset for `split`, a name from dataset.train_subset or dataset.valid_subset."""
