@@ -19,7 +19,7 @@ pytest.importorskip("sklearn")
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLE = REPOSITORY / "examples" / "own_task"
 EXPECTED = {"task.hiden": 2, "timeout": None}  # status of the commands that contain it; None: killed, or done before that
-TRAIN = [sys.executable, "-m", "trainer", "--config-dir", "conf", "task=my_task", "common.num_threads=1"]
+TRAIN = [sys.executable, "-m", "trainer", "--config-dir", "conf", "task=my_task"]
 
 
 @pytest.fixture
@@ -47,6 +47,26 @@ def readme_commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines()]
 
 
+def run(command: str | list[str], folder: Path, timeout: float = 600) -> tuple[int, str]:
+    """(status, all that was said). In a session of its own, so that what a shell started ends with it at a timeout."""
+    with subprocess.Popen(
+        command,
+        shell=isinstance(command, str),
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, said
+
+
 def numbers(run_dir: Path) -> list[dict]:
     lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
     return [{**line, "wall": None} for line in lines if line["event"] in ("train", "valid")]
@@ -55,10 +75,9 @@ def numbers(run_dir: Path) -> list[dict]:
 def test_every_command_of_the_readme_does_what_it_says(folder):
     said = {}
     for command in readme_commands():
-        done = subprocess.run(command, shell=True, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
-        said[command] = done.stdout + done.stderr
-        status = next((status for words, status in EXPECTED.items() if words in command), 0)
-        assert status is None or done.returncode == status, f"{command}\n{said[command]}"
+        status, said[command] = run(command, folder)
+        expected = next((expected for words, expected in EXPECTED.items() if words in command), 0)
+        assert expected is None or status == expected, f"{command}\n{said[command]}"
     assert "Did you mean" in next(text for command, text in said.items() if "task.hiden" in command)
     assert "equal bit by bit: True" in said["python notebook_style.py"]
     assert numbers(folder / "outputs" / "my_task") == numbers(folder / "outputs" / "killed")
@@ -66,25 +85,26 @@ def test_every_command_of_the_readme_does_what_it_says(folder):
     assert last_valid["accuracy"] > 0.95
 
 
-@pytest.mark.parametrize("stop, status", [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
-def test_a_run_that_was_stopped_half_way_continues_to_the_same_numbers(folder, stop, status):
-    whole = subprocess.run([*TRAIN, "run_dir=whole"], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
-    assert whole.returncode == 0, whole.stderr
-    command = [*TRAIN, "run_dir=parts"]
-    process = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    wait_for_lines(folder / "parts" / "log.jsonl", 250, process)
-    process.send_signal(stop)
-    message = process.communicate(timeout=120)[1].decode()
-    assert process.returncode == status, message
+def test_a_run_killed_and_then_stopped_continues_to_the_same_numbers(folder):
+    done, said = run([*TRAIN, "run_dir=whole"], folder)
+    assert done == 0, said
+    stop_at_line(folder, 150, signal.SIGKILL, -signal.SIGKILL)
+    stop_at_line(folder, 350, signal.SIGTERM, 75)
     assert len(numbers(folder / "parts")) < len(numbers(folder / "whole")), "it was done before it could be stopped"
-    again = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stderr
+    done, said = run([*TRAIN, "run_dir=parts"], folder)
+    assert done == 0, said
     assert numbers(folder / "parts") == numbers(folder / "whole")
 
 
-def wait_for_lines(log: Path, wanted: int, process: subprocess.Popen, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not log.exists() or log.read_bytes().count(b"\n") < wanted:
-        assert process.poll() is None, process.communicate()[1].decode()
-        assert time.monotonic() < end, "no progress"
-        time.sleep(0.01)
+def stop_at_line(folder: Path, wanted: int, stop: signal.Signals, status: int, seconds: float = 600) -> None:
+    """Run until the log has so many lines, then send the signal."""
+    log = folder / "parts" / "log.jsonl"
+    with open(folder / "said", "w+") as said:
+        process = subprocess.Popen(
+            [*TRAIN, "run_dir=parts"], cwd=folder, env=environment(folder), stdout=said, stderr=said, start_new_session=True
+        )
+        end = time.monotonic() + seconds
+        while (not log.exists() or log.read_bytes().count(b"\n") < wanted) and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        process.send_signal(stop)
+        assert process.wait(timeout=seconds) == status, (folder / "said").read_text()
