@@ -416,7 +416,7 @@ def write_record(fd: int, place: Place, record: PlannedRecord, staging: Tensor) 
 def row_major_bytes(piece: Tensor, staging: Tensor) -> Tensor:
     """uint8 [nbytes] on the CPU: the bytes themselves where they lie in a row there, else a copy in `staging`."""
     if piece.device.type == "cpu" and piece.is_contiguous() and not piece.is_conj() and not piece.is_neg():
-        return piece.reshape(-1).view(torch.uint8)
+        return piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)  # a lone element may have any stride
     data = staging[: piece.numel() * piece.element_size()]
     data.view(piece.dtype).view(piece.shape).copy_(piece)
     return data

@@ -149,12 +149,14 @@ names = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(names)
 def test_every_name_is_read_as_it_was_written(name):
     assert CheckpointName.parse(str(name)) == name
     assert checkpoint_utils.is_temporary_name(checkpoint_utils.temporary_name(str(name)))
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_no_other_text_is_a_name(text):
     parsed = CheckpointName.parse(text)
@@ -163,12 +165,13 @@ def test_no_other_text_is_a_name(text):
         assert CheckpointName.parse(odd) is None
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False))
 def test_different_scores_have_different_names(a, b):
     assert (str(CheckpointName.ranked("loss", a)) == str(CheckpointName.ranked("loss", b))) == (a == b)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(names)
 def test_no_name_needs_quotes_in_an_override(name):
     parser = pytest.importorskip("hydra.core.override_parser.overrides_parser").OverridesParser.create()
@@ -179,6 +182,7 @@ def test_no_name_needs_quotes_in_an_override(name):
 # ---- best score
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.none(), st.floats(), st.integers(0, 3).map(float))), st.booleans())
 def test_the_best_score_is_that_of_a_plain_loop(scores, maximize):
     best = BestScore(maximize)
