@@ -370,7 +370,6 @@ def test_a_truncation_at_any_place_is_noticed(path):  # [R2]
     for length in range(len(raw)):
         path.write_bytes(raw[:length])
         assert verify_file(path), length
-        assert outcome(path) is None, length
         with pytest.raises(CheckpointDamagedError if length == 0 or length > 4 else CheckpointError):
             open_checkpoint(path)
 

@@ -379,6 +379,14 @@ def test_a_mount_that_does_not_sync_folders_is_tolerated_with_one_notice(folder,
     assert caplog.text.count("does not sync folders") == 1
 
 
+def test_a_save_never_writes_into_the_file_that_has_the_name(folder):  # [P1]
+    cfg = config(folder)
+    save_at(cfg, 1)
+    os.link(folder / "checkpoint_last.pt", folder / "old.pt")
+    FakeTrainer(cfg).train_to(2).save_checkpoint(folder / "checkpoint_last.pt", {})
+    assert folder_content(folder) == {"checkpoint_last.pt": 2, "old.pt": 1}
+
+
 class PowerCut(BaseException):
     pass
 
@@ -488,7 +496,7 @@ for update in range(1, 10_000):
 def test_sigkill_during_saves_never_leaves_a_broken_file(tmp_path):  # [P1]
     path = str(tmp_path / "checkpoint_last.pt")
     code = KILLED.format(root=str(Path(checkpoint_utils.__file__).parent), path=path)
-    for delay in (0.0, 0.011, 0.023, 0.031):
+    for delay in (0.011, 0.023):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         process.stdout.readline()
         deadline = 200
