@@ -87,9 +87,9 @@ class CommonConfig:
         default=False, metadata={"help": "deterministic kernels: resumes are bit-identical on accelerators too"}
     )
     log_interval: int = dataclasses.field(default=1, metadata={"help": "updates between two train lines, from 1"})
-    log_format: Literal["auto", "rich", "simple", "none"] = dataclasses.field(
+    log_format: Literal["auto", "rich", "simple", "json", "none"] = dataclasses.field(
         default="auto",
-        metadata={"help": "progress on the screen: auto (rich on a terminal, else simple), rich, simple, none"},
+        metadata={"help": "progress on the screen: auto (rich on a terminal, else simple), rich, simple, json, none"},
     )
     tensorboard_logdir: Optional[str] = dataclasses.field(
         default=None, metadata={"help": "folder of the TensorBoard events; null: none are written", "path": True}

@@ -63,7 +63,7 @@ class DatasetConfig:
     prefetch_factor: int = _setting(2, "micro-batches that each worker reads ahead, at least 1")
     batch_size: Optional[int] = _setting(None, "samples of one rank in one micro-batch, at least 1; null: no limit")
     max_tokens: Optional[int] = _setting(
-        None, "padded tokens of one rank in one micro-batch, at least 1 (needs dataset.sizes); null: no limit"
+        None, "padded tokens of one rank in one micro-batch, at least 1 (the dataset must have `sizes` or `num_tokens(i)`); null: no limit"
     )
     required_batch_size_multiple: int = _setting(
         1, "batches have a multiple of this many samples, at least 1; only what is left over is smaller"

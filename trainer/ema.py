@@ -24,6 +24,8 @@ Copy = Callable[[list[tuple[Any, Tensor]]], None]
 
 @dataclass
 class EMAConfig:
+    """The moving average of the weights."""
+
     store_ema: bool = field(
         default=False, metadata={"help": "keep a moving average of the weights, in the checkpoint too"}
     )

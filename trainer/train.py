@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from types import SimpleNamespace
 from typing import Any, Callable, Sequence
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 import checkpoint_utils
@@ -154,6 +156,7 @@ class Run:
             if names:
                 lines.append(f"  {title}: {', '.join(names)}")
         lines += [f"  {c['key']}: saved {c['saved']!r}, now {c['now']!r} ({c['from']})" for c in changed]
+        lines += self._limits_of_equality(extra_state or {})
         logger.info("\n".join(lines))
         self.log.event(
             "resume",
@@ -165,6 +168,19 @@ class Run:
             dropped=report.dropped,
             changed=changed,
         )
+
+    def _limits_of_equality(self, extra_state: dict) -> list[str]:
+        """What keeps this session from continuing bit by bit, if anything does."""
+        lines = []
+        saved, now = extra_state.get("num_threads"), torch.get_num_threads()
+        if saved is not None and saved != now:
+            lines.append(
+                f"  threads of a rank: saved {saved}, now {now}: sums may differ in their last bits "
+                f"(common.num_threads={saved} keeps them)"
+            )
+        if self.trainer.device.type != "cpu" and not self.cfg.common.deterministic:
+            lines.append("  numbers go on to rounding: bit by bit needs common.deterministic=true on an accelerator")
+        return lines
 
     # ---- train ----
 
@@ -236,7 +252,8 @@ class Run:
                 reason = reason or self._patience_reason()
         if end_of_epoch:
             self._end_epoch(epoch, val_loss)
-        if trainer.save_requested or save_due(self.checkpoint_cfg, epoch, num_updates, end_of_epoch, reason is not None):
+        is_best = val_loss is not None and trainer.best.best_num_updates == num_updates
+        if is_best or trainer.save_requested or save_due(self.checkpoint_cfg, epoch, num_updates, end_of_epoch, reason is not None):
             self._save(val_loss)
         return self._finish(reason) if reason is not None else None
 
@@ -352,7 +369,8 @@ class Run:
         logger.info("done: %s reached at update %d", reason, self.trainer.get_num_updates())
         self.trainer.after_train()
         self.log.event("done", num_updates=self.trainer.get_num_updates(), reason=reason)
-        logger.info("to train further: the same command with %s", self._extension(reason))
+        resume = shlex.quote(f"resume={self.cfg.run_dir}")
+        logger.info("train on: fairtrain %s %s", resume, self._extension(reason))
         return DONE
 
     def _extension(self, reason: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 import uuid
 from typing import Any, Iterable, Mapping
@@ -649,10 +648,8 @@ def _copy_nothing(pairs: list) -> None:
 def _choose_device(cpu: bool) -> torch.device:
     if cpu or not torch.accelerator.is_available():
         return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator().type
-    index = int(os.environ.get("LOCAL_RANK", 0)) % max(torch.accelerator.device_count(), 1)
-    torch.accelerator.set_device_index(index)
-    return torch.device(kind, index)
+    # Which one is the rank's was set when it joined the process group.
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
 
 
 def _move(sample: Any, device: torch.device) -> Any:

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="fairtrain-sample", description="Draw samples from the model in a checkpoint."
     )
-    command.add_argument("file", metavar="FILE", help="a checkpoint that fairtrain wrote or imported")
+    command.add_argument("file", metavar="FILE", help="a checkpoint that fairtrain wrote")
     command.add_argument(
         "-o",
         "--output",
@@ -102,8 +102,7 @@ def sample_to_file(arguments: argparse.Namespace) -> str:
         target = state["cfg"]["model"]["_target_"]
     except (KeyError, TypeError):
         raise ConfigError(
-            f"{arguments.file} does not say which model it holds. If another program wrote it, import it first: "
-            f"fairtrain-checkpoint import {arguments.file} -o FILE"
+            f"{arguments.file} does not say which model it holds: it takes a checkpoint that fairtrain wrote"
         ) from None
     device = choose_device(arguments.device)
     if target == DIT_TARGET:

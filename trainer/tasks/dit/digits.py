@@ -7,7 +7,6 @@ which a plain classifier, trained on the real digits, sees the digit that was as
 from __future__ import annotations
 
 import logging
-import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,11 +117,6 @@ class Digits(DiffusionTask):
             100 * drawn,
             len(labels),
             100 * real,
-        )
-        logger.info(
-            "train on: fairtrain %s optimization.max_update=%d",
-            shlex.quote(f"resume={self.cfg.run_dir}"),
-            2 * max(self.get_num_updates(), 1),
         )
 
     def draw_digits(self, per_class: int) -> tuple[Tensor, np.ndarray]:
