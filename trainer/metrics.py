@@ -76,8 +76,8 @@ class GlobalSums:
         values += [local.outputs.get(name, 0.0) for name in self._names]
         values += [name in local.outputs for name in self._names]
         message = _vector(values, self._device)
-        self._messages = message.new_empty(self._world_size * len(values))
-        self._work = torch.distributed.all_gather_into_tensor(self._messages, message, group=self._group, async_op=True)
+        self._messages = message.new_empty(self._world_size, len(values))
+        self._work = torch.distributed.all_gather(list(self._messages), message, group=self._group, async_op=True)
 
     def finish(self) -> tuple[float, float, dict[str, float]]:
         """The global (sample_size, loss, outputs). Outputs hold the names that any rank gave in this update."""
@@ -86,8 +86,7 @@ class GlobalSums:
         if self._world_size == 1:
             return float(local.sample_size), float(local.loss), {k: float(v) for k, v in local.outputs.items()}
         self._work.wait()
-        rows = self._messages.view(self._world_size, -1).tolist()
-        sums = [math.fsum(column) for column in zip(*rows)]
+        sums = [math.fsum(column) for column in zip(*self._messages.tolist())]
         self.stop_requested, self.save_requested = sums[_STOP] > 0, sums[_SAVE] > 0
         self.buffers_changed = sums[_BUFFERS] > 0
         if sums[_NEW_NAMES] > 0:
