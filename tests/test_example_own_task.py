@@ -18,7 +18,10 @@ pytest.importorskip("sklearn")
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLE = REPOSITORY / "examples" / "own_task"
-EXPECTED = {"task.hiden": 2, "timeout": None}  # status of the commands that contain it; None: killed, or done before that
+EXPECTED = {
+    "task.hiden": 2,
+    "timeout": None,
+}  # status of the commands that contain it; None: killed, or done before that
 TRAIN = [sys.executable, "-m", "trainer", "--config-dir", "conf", "task=my_task"]
 
 
@@ -101,10 +104,19 @@ def stop_at_line(folder: Path, wanted: int, stop: signal.Signals, status: int, s
     log = folder / "parts" / "log.jsonl"
     with open(folder / "said", "w+") as said:
         process = subprocess.Popen(
-            [*TRAIN, "run_dir=parts"], cwd=folder, env=environment(folder), stdout=said, stderr=said, start_new_session=True
+            [*TRAIN, "run_dir=parts"],
+            cwd=folder,
+            env=environment(folder),
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
         )
         end = time.monotonic() + seconds
-        while (not log.exists() or log.read_bytes().count(b"\n") < wanted) and process.poll() is None and time.monotonic() < end:
+        while (
+            (not log.exists() or log.read_bytes().count(b"\n") < wanted)
+            and process.poll() is None
+            and time.monotonic() < end
+        ):
             time.sleep(0.01)
         process.send_signal(stop)
         assert process.wait(timeout=seconds) == status, (folder / "said").read_text()

@@ -25,8 +25,18 @@ REPOSITORY = Path(__file__).parents[1]
 
 def small_model(**changes) -> TransformerLM:
     torch.manual_seed(0)
-    model = TransformerLM(**{"dim": 16, "num_layers": 2, "num_heads": 2, "max_length": 12, "max_ngram": 3, "ngram_rows": 64,
-                             "ngram_dim": 8, **changes})
+    model = TransformerLM(
+        **{
+            "dim": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "max_length": 12,
+            "max_ngram": 3,
+            "ngram_rows": 64,
+            "ngram_dim": 8,
+            **changes,
+        }
+    )
     for parameter in model.parameters():  # branches that begin at zero would hide what they see
         torch.nn.init.normal_(parameter, std=0.3)
     return model
@@ -61,7 +71,7 @@ def test_blocks_cover_the_tokens_once_and_targets_are_the_next_tokens():
 
 def test_a_batch_read_at_once_equals_its_samples_read_one_by_one():
     blocks = TokenBlocks(np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8), 7, 256)
-    for index, (inputs, targets) in zip([5, 99, 0], blocks.__getitems__([5, 99, 0])):
+    for index, (inputs, targets) in zip([5, 99, 0], blocks.__getitems__([5, 99, 0]), strict=True):
         assert torch.equal(inputs, blocks[index][0]) and torch.equal(targets, blocks[index][1])
 
 
@@ -99,13 +109,17 @@ def test_caches_hidden_files_and_the_order_of_the_folder_change_nothing(folder, 
 
 
 def test_a_pattern_may_name_a_folder(folder):
-    assert find_files(folder, ["part1/*"]) == [name for name in find_files(folder, ["*.txt"]) if name.startswith("part1/")]
+    assert find_files(folder, ["part1/*"]) == [
+        name for name in find_files(folder, ["*.txt"]) if name.startswith("part1/")
+    ]
 
 
 def test_a_single_file_is_split_at_one_point(tmp_path):
     content = bytes(range(250)) * 4
     (tmp_path / "one.txt").write_bytes(content)
-    train, valid = (open_split(split, str(tmp_path / "one.txt"), 16, valid_fraction=0.1).tokens for split in ("train", "valid"))
+    train, valid = (
+        open_split(split, str(tmp_path / "one.txt"), 16, valid_fraction=0.1).tokens for split in ("train", "valid")
+    )
     assert isinstance(train.base, np.memmap) or isinstance(train, np.memmap)
     assert train.tobytes() + valid.tobytes() == content and len(valid) == 100
 
@@ -138,14 +152,21 @@ def test_a_source_of_its_own_is_held_out_and_data_is_trained_on_as_a_whole(tmp_p
 def test_validation_reads_a_fixed_number_of_blocks_from_all_over(folder):
     valid = open_split("valid", str(folder), 10, patterns=["*.txt"], valid_fraction=0.5, valid_blocks=7)
     assert len(valid) == 7 and len(valid.__getitems__(range(7))) == 7
-    assert spread(100, 5).tolist() == [0, 24, 49, 74, 99] and spread(3, 5).tolist() == spread(3, 0).tolist() == [0, 1, 2]
+    assert spread(100, 5).tolist() == [0, 24, 49, 74, 99] and spread(3, 5).tolist() == spread(3, 0).tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_the_fingerprint_tells_content_and_cutting_apart():
     tokens = np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)
     changed = tokens.copy()
     changed[10] ^= 1
-    prints = [TokenBlocks(*args).fingerprint() for args in ((tokens, 10, 256), (changed, 10, 256), (tokens, 20, 256), (tokens[:-1], 10, 256))]
+    prints = [
+        TokenBlocks(*args).fingerprint()
+        for args in ((tokens, 10, 256), (changed, 10, 256), (tokens, 20, 256), (tokens[:-1], 10, 256))
+    ]
     assert len(set(prints)) == 4 and TokenBlocks(tokens.copy(), 10, 256).fingerprint() == prints[0]
 
 
@@ -196,7 +217,9 @@ def test_a_token_file_of_broken_length_is_refused(tmp_path):
 # ---- model
 
 
-@pytest.mark.parametrize("changes", [{}, {"positions": "learned"}, {"max_ngram": 0}, {"tie_embeddings": True}, {"num_layers": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "learned"}, {"max_ngram": 0}, {"tie_embeddings": True}, {"num_layers": 1}]
+)
 def test_no_position_sees_what_comes_after_it(changes):
     model = small_model(**changes).eval()
     tokens = torch.randint(0, 256, (2, 12))
@@ -239,7 +262,12 @@ def test_recomputed_tables_are_in_no_checkpoint():
 
 @pytest.mark.parametrize(
     "changes, words",
-    [({"dim": 18, "num_heads": 4}, "model.dim"), ({"positions": "relative"}, "rotary, learned"), ({"dropout": 1.0}, "dropout"), ({"num_layers": 0}, "num_layers")],
+    [
+        ({"dim": 18, "num_heads": 4}, "model.dim"),
+        ({"positions": "relative"}, "rotary, learned"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"num_layers": 0}, "num_layers"),
+    ],
 )
 def test_impossible_sizes_are_refused_with_a_sentence(changes, words):
     with pytest.raises(ConfigError, match=words):
@@ -259,7 +287,9 @@ def test_the_loss_is_the_sum_over_targets_that_count():
     targets = torch.tensor([[0, 1, -100], [4, -100, 2]])
     model = torch.nn.Identity()
     loss, sample_size, output = CrossEntropy()(model, (logits, targets))
-    by_hand = -sum(logits.log_softmax(-1)[i, j, t] for i, row in enumerate(targets) for j, t in enumerate(row) if t >= 0)
+    by_hand = -sum(
+        logits.log_softmax(-1)[i, j, t] for i, row in enumerate(targets) for j, t in enumerate(row) if t >= 0
+    )
     assert torch.isclose(loss, by_hand) and sample_size == 4 and torch.equal(output["loss"], loss)
 
 
@@ -288,7 +318,11 @@ def test_a_sample_is_a_function_of_its_arguments_and_moves_no_other_random_numbe
 def test_temperature_zero_and_top_1_take_the_likeliest():
     logits = torch.tensor([0.0, 3.0, 2.9, -1.0])
     generator = torch.Generator().manual_seed(0)
-    assert {draw(logits, 0, 0, generator) for _ in range(20)} == {1} == {draw(logits, 1.0, 1, generator) for _ in range(20)}
+    assert (
+        {draw(logits, 0, 0, generator) for _ in range(20)}
+        == {1}
+        == {draw(logits, 1.0, 1, generator) for _ in range(20)}
+    )
     assert {draw(logits, 1.0, 2, generator) for _ in range(60)} == {1, 2}
 
 
@@ -318,9 +352,19 @@ def test_the_defaults_are_possible_settings():
 
 
 SMALL = [
-    "common.cpu=true", "common.num_threads=1", "common.log_format=none", "dataset.batch_size=4", "task.tokens_per_sample=32",
-    "task.valid_blocks=8", "task.sample_bytes=20", "model.dim=16", "model.num_layers=1", "model.num_heads=2",
-    "model.ngram_rows=256", "model.dropout=0.1", "lr_scheduler.warmup_updates=2",
+    "common.cpu=true",
+    "common.num_threads=1",
+    "common.log_format=none",
+    "dataset.batch_size=4",
+    "task.tokens_per_sample=32",
+    "task.valid_blocks=8",
+    "task.sample_bytes=20",
+    "model.dim=16",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.ngram_rows=256",
+    "model.dropout=0.1",
+    "lr_scheduler.warmup_updates=2",
 ]
 
 
@@ -338,7 +382,12 @@ def log_lines(run_dir: Path, *events: str) -> list[dict]:
 
 
 def test_a_run_in_two_parts_has_the_numbers_samples_and_text_of_one_run(folder, tmp_path):
-    data = [f"task.data={folder}", "task.patterns=['*.txt']", "task.valid_fraction=0.3", "dataset.validate_interval_updates=4"]
+    data = [
+        f"task.data={folder}",
+        "task.patterns=['*.txt']",
+        "task.valid_fraction=0.3",
+        "dataset.validate_interval_updates=4",
+    ]
     horizon = ["lr_scheduler.total_num_update=10"]
     fairtrain(tmp_path, *data, *horizon, "run_dir=whole", "optimization.max_update=10")
     fairtrain(tmp_path, *data, *horizon, "run_dir=parts", "optimization.max_update=4")

@@ -25,7 +25,9 @@ class CrossEntropy(nn.Module):
             raise ConfigError(f"criterion.label_smoothing must be in [0, 1), got {label_smoothing}")
         self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
 
-    def forward(self, model: nn.Module, sample: tuple[Tensor, Tensor]) -> tuple[Tensor, int | Tensor, dict[str, Tensor]]:
+    def forward(
+        self, model: nn.Module, sample: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, int | Tensor, dict[str, Tensor]]:
         """Sample: inputs as the model takes them, and targets int64 [...] for logits [..., classes].
 
         The sample size is the number of targets that count. Logits are taken as float32, also under autocast.
@@ -34,6 +36,8 @@ class CrossEntropy(nn.Module):
         logits = model(inputs).float().flatten(0, -2)
         targets = targets.flatten()
         smoothing = self.label_smoothing if model.training else 0.0
-        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing, ignore_index=self.ignore_index)
+        loss = F.cross_entropy(
+            logits, targets, reduction="sum", label_smoothing=smoothing, ignore_index=self.ignore_index
+        )
         sample_size = (targets != self.ignore_index).sum()
         return loss, sample_size, {"loss": loss.detach()}

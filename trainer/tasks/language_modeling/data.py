@@ -24,7 +24,6 @@ from trainer.errors import ConfigError
 from trainer.randomness import derive_seed
 
 BYTE_VOCABULARY = 256
-TOKEN_TYPES = ("uint16", "uint32")
 END_OF_FILE = b"\0"
 CHECKED_TOKENS = 1 << 24  # ids of a token file that are looked at when it is opened; blocks check the rest when read
 _LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}  # of the standard library
@@ -44,7 +43,12 @@ class TokenBlocks:
     uses_rng = False  # reading draws no random numbers, so nothing is seeded for it
 
     def __init__(
-        self, tokens: np.ndarray, block_length: int, vocab_size: int, blocks: np.ndarray | None = None, in_bytes: bool = True
+        self,
+        tokens: np.ndarray,
+        block_length: int,
+        vocab_size: int,
+        blocks: np.ndarray | None = None,
+        in_bytes: bool = True,
     ) -> None:
         self.tokens, self.block_length, self.vocab_size, self.in_bytes = tokens, block_length, vocab_size, in_bytes
         self.blocks = np.arange(num_blocks(len(tokens), block_length)) if blocks is None else blocks
@@ -66,7 +70,9 @@ class TokenBlocks:
         places = self.blocks[np.asarray(indices)][:, None] * self.block_length + self._within
         rows = self.tokens[places].astype(np.int64)
         if not self.in_bytes and rows.max() >= self.vocab_size:
-            raise ValueError(f"token id {rows.max()} in one of the blocks {list(indices)}, but task.vocab_size={self.vocab_size}")
+            raise ValueError(
+                f"token id {rows.max()} in one of the blocks {list(indices)}, but task.vocab_size={self.vocab_size}"
+            )
         return [(row[:-1], row[1:]) for row in torch.from_numpy(rows)]
 
     def fingerprint(self) -> str:
@@ -116,7 +122,9 @@ def open_split(
     share = None if valid_path is not None else (0.0, 1 - valid_fraction) if is_train else (1 - valid_fraction, 1.0)
     if not place.exists():
         key = "task.data" if is_train or valid_path is None else "task.valid_data"
-        raise ConfigError(f"{key}={source}: there is no such file or folder: give {key}=PATH of a text, a folder of texts or a .bin file")
+        raise ConfigError(
+            f"{key}={source}: there is no such file or folder. It takes a text file, a folder of them or a .bin file"
+        )
     if place.is_dir():
         tokens = _folder_tokens(place, is_train, share is not None, valid_fraction, _patterns(source, patterns))
     else:
@@ -219,8 +227,8 @@ def _check_ids(path: Path, tokens: np.ndarray, vocab_size: int, token_dtype: str
     largest = int(tokens[::stride].max())
     if largest >= vocab_size:
         raise ConfigError(
-            f"{path} has token id {largest}, but task.vocab_size={vocab_size}: set task.vocab_size={largest + 1} or more, "
-            f"or another task.token_dtype if the file does not hold {token_dtype}"
+            f"{path} has token id {largest}, but task.vocab_size={vocab_size}: set task.vocab_size={largest + 1} "
+            f"or more, or another task.token_dtype if the file does not hold {token_dtype}"
         )
 
 

@@ -65,7 +65,7 @@ class TransformerLM(nn.Module):
         if tie_embeddings:
             self.head.weight = self.embedding.weight
         cos, sin = rotary_table(max_length, dim // num_heads) if positions == "rotary" else (None, None)
-        self.register_buffer("rotary_cos", cos, persistent=False)   # recomputed, so no checkpoint holds it
+        self.register_buffer("rotary_cos", cos, persistent=False)  # recomputed, so no checkpoint holds it
         self.register_buffer("rotary_sin", sin, persistent=False)
         self.init_weights()
 
@@ -121,10 +121,10 @@ class NgramEmbedding(nn.Module):
 
 
 def ngram_rows(tokens: Tensor, max_ngram: int, rows: int) -> list[Tensor]:
-    """For n = 2 .. max_ngram the row, int64 [B, T], of the n-gram that ends in each token. Multiplication wraps at 2^64."""
+    """For n = 2 .. max_ngram the row, int64 [B, T], of the n-gram that ends in each token; products wrap at 2^64."""
     result, state, earlier = [], tokens + 1, tokens + 1
     for _ in range(max_ngram - 1):
-        earlier = F.pad(earlier[:, :-1], (1, 0))   # 0 is no token's value
+        earlier = F.pad(earlier[:, :-1], (1, 0))  # 0 is no token's value
         state = state * 1000003 + earlier
         mixed = (state ^ (state >> 29)) * 0x9E3779B97F4A7C1
         result.append((mixed >> 32) % rows)
@@ -148,12 +148,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         x = x + self.dropout(self.out(self.attend(self.attention_norm(x), rotary)))
         hidden = F.relu(self.up(self.ffn_norm(x)))
-        return x + self.dropout(self.down(hidden * hidden))   # So et al. 2021, arXiv:2109.08668
+        return x + self.dropout(self.down(hidden * hidden))  # So et al. 2021, arXiv:2109.08668
 
     def attend(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         batch, length, dim = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.num_heads, dim // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                  # each [B, heads, T, dim / heads]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, dim / heads]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -178,15 +178,22 @@ def _check(vocab_size, dim, num_layers, num_heads, max_length, dropout, position
     """All impossible sizes in one error: a wrong head count would otherwise surface as a shape error in a view."""
     problems = [
         f"model.{name} must be at least 1, got {value}"
-        for name, value in (("vocab_size", vocab_size), ("dim", dim), ("num_layers", num_layers),
-                            ("num_heads", num_heads), ("max_length", max_length))
+        for name, value in (
+            ("vocab_size", vocab_size),
+            ("dim", dim),
+            ("num_layers", num_layers),
+            ("num_heads", num_heads),
+            ("max_length", max_length),
+        )
         if value < 1
     ]
     if positions not in POSITIONS:
         problems.append(f"model.positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
     multiple = max(num_heads, 1) * (2 if positions == "rotary" else 1)
     if dim % multiple:
-        problems.append(f"model.dim must be a multiple of {multiple} (heads, twice that for rotary positions), got {dim}")
+        problems.append(
+            f"model.dim must be a multiple of {multiple} (heads, twice that for rotary positions), got {dim}"
+        )
     if not 0 <= dropout < 1:
         problems.append(f"model.dropout must be in [0, 1), got {dropout}")
     if problems:

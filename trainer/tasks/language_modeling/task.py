@@ -18,7 +18,7 @@ import torch
 from trainer import Trainer
 from trainer.errors import ConfigError
 from trainer.randomness import derive_seed
-from trainer.tasks.language_modeling.data import BYTE_VOCABULARY, TOKEN_TYPES, TokenBlocks, open_split
+from trainer.tasks.language_modeling.data import BYTE_VOCABULARY, TokenBlocks, open_split
 from trainer.tasks.language_modeling.model import generate
 
 logger = logging.getLogger(__name__)
@@ -36,13 +36,19 @@ class LanguageModeling(Trainer):
     @dataclass
     class Config:
         data: Optional[str] = _setting(
-            None, "a text file, a folder of text files, or a .bin file of token ids; null: the Python standard library's sources"
+            None,
+            "a text file, a folder of them, or a .bin file of token ids; null: the Python standard library's sources",
         )
-        valid_data: Optional[str] = _setting(None, "a source of its own to validate on; null: a part of data is held out")
+        valid_data: Optional[str] = _setting(
+            None, "a source of its own to validate on; null: a part of data is held out"
+        )
         patterns: Optional[list[str]] = _setting(
-            None, "files of a folder that are read, such as ['*.txt']; null: all that are not hidden (data=null: '*.py')"
+            None,
+            "files of a folder that are read, such as ['*.txt']; null: all that are not hidden (data=null: '*.py')",
         )
-        valid_fraction: float = _setting(0.05, "share of the files (of one file: of its tokens) that is held out, above 0, below 1")
+        valid_fraction: float = _setting(
+            0.05, "share of the files (of one file: of its tokens) that is held out, above 0, below 1"
+        )
         valid_blocks: int = _setting(256, "held-out blocks that a validation reads, evenly spread; 0: all")
         tokens_per_sample: int = _setting(256, "tokens of a sample, and the longest context of the model, from 1")
         vocab_size: int = _setting(BYTE_VOCABULARY, "number of token ids; 256 is bytes, a .bin file may have more")
@@ -119,15 +125,21 @@ def config_problems(task: Any) -> list[str]:
     problems = [
         f"task.{name} is {getattr(task, name)}, it must be {least} or more"
         for name, least in (
-            ("tokens_per_sample", 1), ("vocab_size", 2), ("valid_blocks", 0),
-            ("sample_bytes", 0), ("sample_temperature", 0), ("sample_top_k", 0),
+            ("tokens_per_sample", 1),
+            ("vocab_size", 2),
+            ("valid_blocks", 0),
+            ("sample_bytes", 0),
+            ("sample_temperature", 0),
+            ("sample_top_k", 0),
         )
         if getattr(task, name) < least
     ]
     if not 0 < task.valid_fraction < 1:
         problems.append(f"task.valid_fraction is {task.valid_fraction}, it must be above 0 and below 1")
     if task.valid_data is not None and task.valid_data.endswith(".bin") != str(task.data or "").endswith(".bin"):
-        problems.append(f"task.data={task.data} and task.valid_data={task.valid_data}: both must be .bin files, or none")
+        problems.append(
+            f"task.data={task.data} and task.valid_data={task.valid_data}: both must be .bin files, or none"
+        )
     if not str(task.data or "").endswith(".bin") and task.vocab_size < BYTE_VOCABULARY:
         problems.append(f"task.vocab_size is {task.vocab_size}, but text is read as bytes: set task.vocab_size=256")
     return problems
