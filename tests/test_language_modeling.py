@@ -228,7 +228,6 @@ def test_no_position_sees_what_comes_after_it(changes):
     one, other = model(tokens), model(later)
     assert torch.allclose(one[:, :7], other[:, :7], atol=1e-5)
     assert not torch.allclose(one[:, 7:], other[:, 7:], atol=1e-2)
-    assert torch.allclose(model(tokens, last_only=True), one[:, -1:], atol=1e-5)
 
 
 def test_a_position_sees_all_that_comes_before_it():
@@ -301,6 +300,21 @@ def test_smoothing_changes_training_and_not_evaluation():
 
 
 # ---- sampling
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "learned"}, {"max_ngram": 0}, {"max_ngram": 5}])
+def test_the_cache_changes_no_logit(changes):
+    model = small_model(**changes).eval()
+    tokens = torch.randint(0, 256, (2, 12))
+    logits, cache = model(tokens), model.new_cache()
+    for length in range(4, 13):
+        assert torch.allclose(model(tokens[:, :length], cache), logits[:, length - 1 : length], atol=1e-5), length
+
+
+def test_a_text_may_grow_beyond_the_longest_context_from_any_prompt():
+    model = small_model()
+    for prompt in (b"a", b"a" * 11, b"a" * 12, b"a" * 40):
+        assert len(sample_text(model, prompt, 30)) == len(prompt) + 30
 
 
 def test_a_sample_is_a_function_of_its_arguments_and_moves_no_other_random_number():

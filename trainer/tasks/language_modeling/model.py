@@ -53,7 +53,7 @@ class TransformerLM(nn.Module):
     ) -> None:
         super().__init__()
         _check(vocab_size, dim, num_layers, num_heads, max_length, dropout, positions)
-        self.vocab_size, self.max_length, self.num_layers = vocab_size, max_length, num_layers
+        self.vocab_size, self.max_length, self.max_ngram = vocab_size, max_length, max_ngram
         self.embedding = nn.Embedding(vocab_size, dim)
         self.position_embedding = nn.Embedding(max_length, dim) if positions == "learned" else None
         self.ngrams = NgramEmbedding(max_ngram, ngram_rows, ngram_dim, dim) if max_ngram > 1 else None
@@ -82,23 +82,40 @@ class TransformerLM(nn.Module):
                 elif module.weight is not self.embedding.weight:
                     nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
 
-    def forward(self, tokens: Tensor, last_only: bool = False) -> Tensor:
-        """`last_only`: logits of the last position alone, [B, 1, vocab_size]."""
-        length = tokens.shape[1]
+    def forward(self, tokens: Tensor, cache: list[list[Tensor]] | None = None) -> Tensor:
+        """Logits of all positions, or with a `cache` those of the last one alone, [B, 1, vocab_size].
+
+        cache: what `new_cache` gives and earlier calls have filled: keys and values of the first positions of `tokens`.
+            An empty one is filled with any number of positions, after that each call adds one.
+        """
+        length, first = tokens.shape[1], cached_length(cache)
         if length > self.max_length:
             raise ValueError(f"{length} tokens, but the model's max_length is {self.max_length}")
-        x = self.embedding(tokens)
-        if self.ngrams is not None:
-            x = x + self.ngrams(tokens)
+        x = self.dropout(self._embed(tokens, first))
         rotary = None
+        if self.rotary_cos is not None:
+            rotary = (self.rotary_cos[first:length], self.rotary_sin[first:length])
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotary, None if cache is None else cache[i])
+        return self.head(self.norm(x if cache is None else x[:, -1:]))
+
+    def _embed(self, tokens: Tensor, first: int) -> Tensor:
+        """The vectors of the positions from `first` on."""
+        begin = max(first - (self.max_ngram - 1), 0) if self.ngrams is not None else first
+        x = self.embedding(tokens[:, begin:])
+        if self.ngrams is not None:
+            x = (x + self.ngrams(tokens[:, begin:]))[:, first - begin :]
         if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[:length]
-        else:
-            rotary = (self.rotary_cos[:length], self.rotary_sin[:length])
-        x = self.dropout(x)
-        for block in self.blocks:
-            x = block(x, rotary)
-        return self.head(self.norm(x[:, -1:] if last_only else x))
+            x = x + self.position_embedding.weight[first : tokens.shape[1]]
+        return x
+
+    def new_cache(self) -> list[list[Tensor]]:
+        """For each block a list that holds nothing yet."""
+        return [[] for _ in self.blocks]
+
+
+def cached_length(cache: list[list[Tensor]] | None) -> int:
+    return cache[0][0].shape[2] if cache and cache[0] else 0
 
 
 class NgramEmbedding(nn.Module):
@@ -145,18 +162,22 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.dropout(self.out(self.attend(self.attention_norm(x), rotary)))
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, past: list[Tensor] | None = None) -> Tensor:
+        x = x + self.dropout(self.out(self.attend(self.attention_norm(x), rotary, past)))
         hidden = F.relu(self.up(self.ffn_norm(x)))
         return x + self.dropout(self.down(hidden * hidden))  # So et al. 2021, arXiv:2109.08668
 
-    def attend(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def attend(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, past: list[Tensor] | None) -> Tensor:
         batch, length, dim = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.num_heads, dim // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, dim / heads]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if past is not None:
+            assert not past or length == 1, (length, "positions after those in the cache")
+            k, v = (torch.cat((old, new), dim=2) for old, new in zip(past, (k, v))) if past else (k, v)
+            past[:] = k, v
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=length == k.shape[2])
         return y.transpose(1, 2).reshape(batch, length, dim)
 
 
@@ -210,7 +231,9 @@ def generate(
     seed: int = 1,
     allowed: int | None = None,
 ) -> list[int]:
-    """`num_tokens` ids that go on from `prompt`, each seen through the last `model.max_length` ids.
+    """`num_tokens` ids that go on from `prompt`.
+
+    The model sees at most `model.max_length` ids; when a text has grown beyond that it goes on from the later half.
 
     Args: temperature: logits are divided by it; 0 takes the likeliest id.
           top_k: only so many of the likeliest ids are drawn from; 0: all.
@@ -219,12 +242,13 @@ def generate(
     """
     generator = torch.Generator().manual_seed(seed)
     device, was_training = next(model.parameters()).device, model.training
-    ids = list(prompt)
+    ids, begin, cache = list(prompt), 0, model.new_cache()
     model.eval()
     try:
         for _ in range(num_tokens):
-            context = torch.tensor([ids[-model.max_length :]], device=device)
-            logits = model(context, last_only=True)[0, -1, :allowed].float().cpu()
+            if len(ids) - begin > model.max_length:
+                begin, cache = len(ids) - max(model.max_length // 2, 1), model.new_cache()
+            logits = model(torch.tensor([ids[begin:]], device=device), cache)[0, -1, :allowed].float().cpu()
             ids.append(draw(logits, temperature, top_k, generator))
     finally:
         model.train(was_training)
