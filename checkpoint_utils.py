@@ -509,7 +509,7 @@ def notice(text: str) -> None:
 def unlink(path: str) -> None:
     try:
         os.unlink(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
 
 

@@ -31,7 +31,7 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "fairtrain=trainer.cli:main",
+            "fairtrain=trainer.__main__:main",
             "fairtrain-sample=trainer.tasks.sample:main",
             "fairtrain-plot=trainer.plot:main",
         ]

@@ -59,6 +59,8 @@ REFUSED = {
     ),
     "an unknown metric": (["checkpoint.best_checkpoint_metric=los"], ["checkpoint.best_checkpoint_metric", "loss"]),
     "a folder that cannot be made": (["run_dir=/proc/run"], ["run_dir", "/proc/run"]),
+    "no folder for checkpoints": (["checkpoint.save_dir=/proc/x"], ["checkpoint.save_dir", "/proc/x"]),
+    "a file for checkpoints": (["checkpoint.save_dir=text.pt"], ["checkpoint.save_dir", "text.pt"]),
     "a missing checkpoint": (["checkpoint.restore_file=nowhere.pt"], ["nowhere.pt"]),
     "a folder that is no checkpoint": (["checkpoint.restore_file=folder"], ["folder"]),
     "an empty checkpoint": (["checkpoint.restore_file=empty.pt"], ["empty.pt"]),

@@ -481,7 +481,7 @@ def test_statuses_of_processes(here):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_request_to_stop_while_starting_up_leaves_with_75_and_loads_no_torch(number):
     program = (
-        "import os, sys, time; from trainer import cli; assert 'torch' not in sys.modules; cli.take_early_signals();"
+        "import os, sys, time; from trainer import cli, __main__ as early; assert 'torch' not in sys.modules; early.take_early_signals();"
         f"os.kill(os.getpid(), {int(signal.SIGUSR2)}); os.kill(os.getpid(), {int(number)}); time.sleep(60)"
     )
     status, text = ended(subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True))

@@ -301,13 +301,13 @@ def test_the_last_group_is_only_as_long_as_its_samples():
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_ranks_without_samples_get_the_first_sample_of_the_global_batch(num_workers):
+def test_ranks_without_samples_get_the_first_samples_of_the_global_batch(num_workers):
     ranks = ranks_of(Numbers(21), 4, batch_size=4, num_workers=num_workers)
     last = [list(itr.next_epoch_itr())[-1] for itr in ranks]
     rest = sample_order(1, 1, 21).tolist()[16:]
     assert [type(batch) for (batch,) in last] == [torch.Tensor, torch.Tensor, DummyBatch, DummyBatch]
     assert [last[rank][0].flatten().tolist() for rank in (0, 1)] == [rest[:4], rest[4:]]
-    assert [last[rank][0].sample.tolist() for rank in (2, 3)] == [[[rest[0]]], [[rest[0]]]]
+    assert [last[rank][0].sample.tolist() for rank in (2, 3)] == [[[rest[0]], [rest[1]]]] * 2
     assert ranks[2].last_indices == [[]]
     for itr in ranks:
         itr.close()

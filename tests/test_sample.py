@@ -102,7 +102,7 @@ def test_a_missing_file_and_one_of_another_program_give_status_2(tmp_path, capsy
     assert main([str(tmp_path / "none.pt"), "-o", "x.png"]) == 2
     torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pt")
     assert main([str(tmp_path / "other.pt"), "-o", "x.png"]) == 2
-    assert "does not say which model it holds" in capsys.readouterr().err
+    assert "does not name a model that can be sampled from" in capsys.readouterr().err
 
 
 def test_a_class_named_by_the_file_is_never_imported(tmp_path, capsys):

@@ -241,3 +241,39 @@ def test_a_loss_that_is_nan_on_one_rank_is_raised_on_all_with_the_rank(tmp_path)
     errors = [outcome.error for outcome in failed.value.outcomes]
     assert all("the loss (nan) is not finite (update 1, rank 1, micro-batch 0)" in error for error in errors)
     assert sum("PeerError" in error for error in errors) == 2
+
+
+class Normalised(Trainer):
+    """Batch normalisation refuses to train on one sample, and at two ranks the last micro-batch of one is empty."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def build_dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.randn(12, 2), torch.randn(12, 1))
+
+    def compute_loss(self, sample):
+        x, y = sample
+        loss = (self.model(x) - y).square().sum()
+        return loss, len(y), {"loss": loss.detach()}
+
+
+def _normalised(tmp_path: str) -> list:
+    trainer = Normalised(
+        {
+            "run_dir": tmp_path,
+            "common": {"cpu": True},
+            "dataset": {"batch_size": 4, "valid_subset": None},
+            "optimization": {"max_epoch": 1, "lr": 0.01},
+        }
+    )
+    stats = [trainer.train_step(samples) for samples in trainer.get_train_iterator(1).next_epoch_itr()]
+    trainer._sync_buffers()
+    return [[line["sample_size"] for line in stats], dict(trainer.model.state_dict())]
+
+
+def test_batch_normalisation_trains_where_a_rank_has_no_samples(tmp_path):
+    one, other = run_ranks(_normalised, 2, str(tmp_path), timeout=60)
+    assert one[0] == [8.0, 4.0]
+    assert first_difference(one, other) is None, "buffers follow rank 0"
+    assert one[1]["1.num_batches_tracked"] == 2

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,36 +23,15 @@ from trainer.compose import Composed, compose, composed_by_hydra, hydra_of, pars
 from trainer.config import NODES, complete_config, section_classes
 from trainer.errors import ConfigError
 
-DONE, FAILED, BAD_INPUT, START_ME_AGAIN = 0, 1, 2, 75
+DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main() -> NoReturn:
-    """The console script. Leaves by os._exit: destructors of threads and libraries were seen to change the status."""
-    take_early_signals()
+    """The command. Leaves by os._exit: destructors of threads and libraries were seen to change the status."""
     status = run(sys.argv[1:])
     from trainer.launch import leave
 
     leave(status)
-
-
-def take_early_signals() -> None:
-    """Until training takes the signals over: a request to stop ends the process with 75, one to save is too early.
-
-    Importing torch takes seconds, in which a signal would otherwise end the process as a failure. The ranks of a launch
-    keep the defaults: whoever started them knows why it ends them.
-    """
-    if "RANK" in os.environ:
-        return
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, _leave_early)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-
-
-def _leave_early(number: int, frame: Any) -> NoReturn:
-    os.write(
-        2, f"fairtrain: stopped by {signal.Signals(number).name} before the first update; start me again\n".encode()
-    )
-    os._exit(START_ME_AGAIN)
 
 
 def run(argv: Sequence[str]) -> int:

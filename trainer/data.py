@@ -112,7 +112,7 @@ class DataChangedError(ConfigError):
 class DummyBatch:
     """Stands where this rank has no samples for a micro-batch that other ranks have: run it, count nothing of it.
 
-    `sample` is the first sample of the global batch, collated by itself.
+    `sample` is the first samples of the global batch, two where there are two, collated.
     """
 
     sample: Any
@@ -363,7 +363,7 @@ class _Updates:
             batches = self._fetch.fetch_here(self._epoch, _requests_of(plan))
         else:
             plan, batches = self._take_from_workers()
-        if plan.first is not None:
+        if plan.first:
             batches = [batch if own else DummyBatch(batch) for batch, own in zip(batches, plan.indices)]
         self._owner.samples_in_epoch = plan.end
         self._owner.last_indices = plan.indices
@@ -402,7 +402,7 @@ class _Updates:
 
 
 def _requests_of(plan: UpdatePlan) -> list[list[int]]:
-    return plan.indices if plan.first is None else [indices or [plan.first] for indices in plan.indices]
+    return [indices or plan.first for indices in plan.indices]
 
 
 class BatchIterator:

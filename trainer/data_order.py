@@ -34,7 +34,7 @@ class UpdatePlan(NamedTuple):
     """What one rank reads for one update: sample indices per micro-batch, empty where the rank has no samples."""
 
     indices: list[list[int]]
-    first: int | None  # the first sample of the global batch, when a micro-batch of this rank is empty
+    first: list[int]  # where a micro-batch of this rank is empty, what stands in for it; else nothing
     end: int  # the position once the update has taken its batch
 
 
@@ -151,7 +151,8 @@ def update_plans(
     for update in range(num_updates):
         rows = min(update_freq, -(-(num_items - position) // per_row))
         indices = [micro_batch_indices(order, position, i * world_size + rank, batch_size) for i in range(rows)]
-        first = None if all(indices) else micro_batch_indices(order, position, 0, 1)[0]
+        # Two samples of the global batch and not one: batch normalisation refuses to train on a single one.
+        first = [] if all(indices) else micro_batch_indices(order, position, 0, batch_size)[:2]
         end = num_items if update == num_updates - 1 else position + per_update
         yield UpdatePlan(indices, first, end)
         position = end

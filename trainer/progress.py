@@ -128,6 +128,8 @@ class Progress:
     def validated(self, stats: Mapping[str, Any]) -> None:
         """Show the scores of a validation; they stay on the screen."""
         scores = {name: value for name, value in stats.items() if name not in _NOT_SCORES and _is_number(value)}
+        if not scores:
+            return
         numbers = " ".join(f"{name} {value:.4g}" for name, value in scores.items())
         text = f"validation at update {self._num_updates}: {numbers}"
         self._write(lambda view: view.say(text, {"event": "valid", "num_updates": self._num_updates, **stats}))

@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 import math
 import shlex
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Sequence
 
@@ -89,6 +91,7 @@ class Run:
         self.log: RunLog | None = None
         self.progress: Progress | None = None
         self.folder: Any = None
+        self._made: list[Path] = []  # the folders that were made for checkpoints, innermost first
         # Read after each update: a field of an OmegaConf node costs as much as a line of the log.
         self.dataset_cfg, self.checkpoint_cfg = _plain(cfg.dataset), _plain(cfg.checkpoint)
         self.optimization_cfg = _plain(cfg.optimization)
@@ -105,6 +108,7 @@ class Run:
         for subset in self.subsets:
             self.trainer.dataset(subset)
         self.folder = _together(lambda: run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed))
+        _together(self._make_save_dir)
         extra_state, self.itr = checkpoint_utils.load_checkpoint(cfg.checkpoint, self.trainer)
         self._check_metric()
         logs.open_file()
@@ -114,6 +118,21 @@ class Run:
         self.log.cut_after(num_updates)
         self._report_start(extra_state)
         self.progress = Progress(self._total_updates(), cfg.common.log_format, distributed_utils.get_rank(), num_updates)
+
+    def _make_save_dir(self) -> None:
+        """Find out now that checkpoints can be written, not at the first save."""
+        if self.checkpoint_cfg.no_save or not self.is_master:
+            return
+        save_dir = Path(self.checkpoint_cfg.save_dir).expanduser()
+        self._made = [folder for folder in (save_dir, *save_dir.parents) if not folder.exists()]
+        try:
+            save_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=save_dir).close()
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.save_dir={save_dir} cannot be written ({error.strerror}). "
+                "Choose another with checkpoint.save_dir=..., or train without checkpoints: checkpoint.no_save=true"
+            ) from error
 
     def _total_updates(self) -> int | None:
         """The last update of the run as far as the limits tell."""
@@ -374,11 +393,23 @@ class Run:
         return DONE
 
     def _extension(self, reason: str) -> str:
-        key, value = reason.split("=")
-        return f"{key}={2 * float(value):g}" if "." in value else f"{key}={2 * int(value)}"
+        """The override that gives the run as long again as it has had, or as its limit allowed."""
+        key, limit = reason.split("=")
+        reached = {
+            "optimization.max_update": self.trainer.get_num_updates(),
+            "optimization.max_epoch": self.itr.epoch,
+            "optimization.stop_time_hours": self.trainer.cumulative_training_time() / 3600,
+            "checkpoint.patience": self.trainer.best.runs_without_improvement,
+        }[key]
+        return f"{key}={2 * max(float(limit), reached):.10g}"
 
     def discard(self) -> None:
         """The run is refused before its first update: leave no trace of it."""
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except OSError:
+                break  # somebody has put something in it, or it was never made
         if self.folder is not None:
             self.folder.discard()
 

@@ -72,7 +72,7 @@ class Trainer:
         self.criterion = self.build_criterion() if criterion is None else criterion
         if isinstance(self.criterion, nn.Module):
             self.criterion = self.criterion.to(self.device)
-        self._follow_rank_0([*self.model.parameters(), *self.model.buffers(), *self._criterion_parameters()])
+        self._follow_rank_0([tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())])
 
         self._named_parameters = [(name, p) for name, p in self._all_parameters() if p.requires_grad]
         if not self._named_parameters:
@@ -183,8 +183,15 @@ class Trainer:
     def is_data_parallel_master(self) -> bool:
         return self.data_parallel_rank == 0
 
-    def _criterion_parameters(self) -> list[nn.Parameter]:
-        return list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
+    @property
+    def _modules(self) -> list[nn.Module]:
+        """What has parameters, buffers and a mode: the model, and the criterion where it is a module."""
+        return [self.model, self.criterion] if isinstance(self.criterion, nn.Module) else [self.model]
+
+    def _set_training(self, mode: bool) -> None:
+        for module in self._modules:
+            if module.training != mode:
+                module.train(mode)
 
     def _all_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
@@ -216,7 +223,11 @@ class Trainer:
         """The dataset of `split`, built once."""
         if split not in self._datasets:
             seed_all(derive_seed("dataset", self._seed, split))
-            self._datasets[split] = self.build_dataset(split)
+            try:
+                self._datasets[split] = self.build_dataset(split)
+            except Exception:
+                logger.error("build_dataset(%r) failed: a name of dataset.train_subset or dataset.valid_subset", split)
+                raise
         return self._datasets[split]
 
     def get_train_iterator(self, epoch: int = 1) -> EpochBatchIterator:
@@ -250,7 +261,7 @@ class Trainer:
 
     def begin_epoch(self, epoch: int) -> None:
         """Called before the first update of an epoch, and when a resumed run goes on inside it."""
-        self.model.train()
+        self._set_training(True)
 
     # ---- update ----
 
@@ -283,8 +294,7 @@ class Trainer:
     def _forward_backward(self, samples: list) -> tuple[float, float, dict[str, float]]:
         """Gradients of the global batch, as sums; returns the global (sample_size, loss, logging outputs)."""
         self._sync_buffers()
-        if not self.model.training:
-            self.model.train()
+        self._set_training(True)
         local = LocalSums()
         last = len(samples) - 1
         for i, sample in enumerate(samples):
@@ -309,7 +319,7 @@ class Trainer:
 
     def _dummy_forward(self, sample: DummyBatch) -> Tensor:
         """This rank has no samples here: it goes through the motions so that no other rank waits, and counts nothing."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for module in self._modules for buffer in module.buffers()]
         with self.precision.autocast():
             loss = self.compute_loss(self._to_device(sample.sample))[0] * 0.0
         with torch.no_grad():
@@ -419,7 +429,7 @@ class Trainer:
     def _remember_buffers(self) -> None:
         """Note each buffer's version, a count of in-place changes that torch keeps. Walking a model takes a while: once."""
         if self.data_parallel_world_size > 1:
-            modules = list(self.model.modules())
+            modules = [module for owner in self._modules for module in owner.modules()]
             self._buffer_slots = [(module._buffers, name) for module in modules for name in module._buffers]
             self._buffer_versions = self._buffers_now()
 
@@ -433,7 +443,7 @@ class Trainer:
     def _sync_buffers(self) -> None:
         """Take rank 0's buffers if training changed any since the last time, as all ranks learned with the sums."""
         if self._sums.buffers_changed:
-            self._follow_rank_0(list(self.model.buffers()))
+            self._follow_rank_0([buffer for module in self._modules for buffer in module.buffers()])
             self._remember_buffers()
             self._sums.buffers_changed = False
 
@@ -447,8 +457,7 @@ class Trainer:
     @torch.no_grad()
     def valid_step(self, sample: Any) -> tuple[Tensor, int | Tensor, dict]:
         """(loss, sample_size, logging_output) of one batch of this rank, sums as in `compute_loss`; no communication."""
-        if self.model.training:
-            self.model.eval()
+        self._set_training(False)
         with self.precision.autocast():
             return self.compute_loss(self._to_device(sample))
 
@@ -466,7 +475,7 @@ class Trainer:
                     break
                 seed_all(derive_seed("valid", self._seed, subset, i, self.data_parallel_rank))
                 local.add(*self.valid_step(sample))
-        self.model.train()
+        self._set_training(True)
         sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
         sums.start(local)
         sample_size, _, outputs = sums.finish()

@@ -60,13 +60,17 @@ class Net(nn.Module):
 
 
 class Loss(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, follow_scale: bool = True) -> None:
         super().__init__()
+        self.follow_scale = follow_scale
         self.temperature = nn.Parameter(torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))  # follows the loss in training, and in training alone
 
     def forward(self, model: nn.Module, sample):
         x, y = sample
-        error = (model(x).float() - y).square().sum(-1)
+        error = F.dropout((model(x).float() - y).square().sum(-1), 0.1, self.training) / self.scale.clone()
+        if self.training and self.follow_scale:
+            self.scale.lerp_(error.detach().mean().clamp(0.5, 2.0), 0.1)
         loss = (error * torch.exp(-self.temperature) + self.temperature).sum()
         return loss, len(y), {"loss": loss.detach(), "error": error.detach().sum()}
 
@@ -85,7 +89,7 @@ class Toy(Trainer):
         return Net(self.cfg.task.follow_mean)
 
     def build_criterion(self) -> nn.Module:
-        return Loss()
+        return Loss(self.cfg.task.follow_mean)
 
     def build_dataset(self, split: str) -> NoisyRows:
         task = self.cfg.task

@@ -70,6 +70,15 @@ def test_a_finished_run_says_so_at_once_and_goes_on_when_the_limit_grows(tmp_pat
     assert [line["num_updates"] for line in read_log(tmp_path / "run", "train")] == list(range(1, 26))
 
 
+def test_a_limit_below_what_was_reached_is_told_with_one_that_extends_the_run(tmp_path, through):
+    shutil.copytree(through, tmp_path / "run")
+    cfg = saving(tmp_path / "run")
+    cfg["optimization"]["max_update"] = 9
+    run_to_status(cfg, 0)
+    text = (tmp_path / "run" / "train.log").read_text()
+    assert "optimization.max_update=44" in text.splitlines()[-1]
+
+
 def test_limits_count_whole_updates_whatever_the_stops(tmp_path):
     cfg = config(tmp_path, optimization={"max_epoch": 2, "max_update": 0, "lr": 0.01},
                  lr_scheduler={"_target_": "trainer.lr_scheduler.InverseSqrt", "warmup_updates": 3})

@@ -102,7 +102,8 @@ def sample_to_file(arguments: argparse.Namespace) -> str:
         target = state["cfg"]["model"]["_target_"]
     except (KeyError, TypeError):
         raise ConfigError(
-            f"{arguments.file} does not say which model it holds: it takes a checkpoint that fairtrain wrote"
+            f"{arguments.file} does not name a model that can be sampled from: it takes a checkpoint of task=dit, "
+            "task=digits or task=language_modeling"
         ) from None
     device = choose_device(arguments.device)
     if target == DIT_TARGET:
