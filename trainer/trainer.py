@@ -298,12 +298,16 @@ class Trainer:
         local = LocalSums()
         last = len(samples) - 1
         for i, sample in enumerate(samples):
+            kept = self._copy_buffers() if isinstance(sample, DummyBatch) else []
             loss = self._forward(i, sample, local)
             if i == last:  # the sums travel while this backward runs, and it sends the gradients
                 self._sums.start(local, **self._flags())
                 if self._reducer is not None:
                     self._reducer.arm()
             self.precision.scale(loss).backward()
+            with torch.no_grad():  # a batch that counts nothing leaves nothing; backward still needed what it changed
+                for buffer, before in kept:
+                    buffer.copy_(before)
         if self._reducer is not None:
             self._reducer.finish()
         return self._sums.finish()
@@ -319,13 +323,11 @@ class Trainer:
 
     def _dummy_forward(self, sample: DummyBatch) -> Tensor:
         """This rank has no samples here: it goes through the motions so that no other rank waits, and counts nothing."""
-        buffers = [(buffer, buffer.clone()) for module in self._modules for buffer in module.buffers()]
         with self.precision.autocast():
-            loss = self.compute_loss(self._to_device(sample.sample))[0] * 0.0
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        return loss
+            return self.compute_loss(self._to_device(sample.sample))[0] * 0.0
+
+    def _copy_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(buffer, buffer.clone()) for module in self._modules for buffer in module.buffers()]
 
     def _seed_micro_batch(self, i: int) -> None:
         j = i * self.data_parallel_world_size + self.data_parallel_rank
