@@ -64,7 +64,6 @@ def run(
         shown = " ".join(f"{name}={os.environ[name]}" for name in stale)
         print(f"fairtrain: not started by a launcher; ignoring {shown}", file=sys.stderr)
     if distributed_cfg.distributed_world_size > 1:
-        print(f"fairtrain: starting {distributed_cfg.distributed_world_size} ranks", file=sys.stderr)
         command = command or [sys.executable, "-m", "trainer"]
         return _launch_ranks(distributed_cfg.distributed_world_size, [*command, *argv])
     return _run_single(main)
