@@ -64,21 +64,19 @@ def main(cfg: DictConfig, typed: Sequence[str] = ()) -> int:
 def validation_due(dataset_cfg: Any, epoch: int, num_updates: int, end_of_epoch: bool, is_end: bool) -> bool:
     """Whether to validate after this update: each `validate_interval` epochs or `validate_interval_updates`, at the end."""
     interval, epochs = dataset_cfg.validate_interval_updates, dataset_cfg.validate_interval
-    return (
-        is_end
-        or (interval > 0 and num_updates > 0 and num_updates % interval == 0)
-        or (end_of_epoch and epochs > 0 and epoch % epochs == 0)
-    )
+    return is_end or _interval_ends(interval, epochs, epoch, num_updates, end_of_epoch)
 
 
 def save_due(checkpoint_cfg: Any, epoch: int, num_updates: int, end_of_epoch: bool, is_end: bool) -> bool:
     """Whether to save after this update: each `save_interval` epochs or `save_interval_updates`, at the end."""
     interval, epochs = checkpoint_cfg.save_interval_updates, checkpoint_cfg.save_interval
-    return (
-        is_end
-        or (interval > 0 and num_updates > 0 and num_updates % interval == 0)
-        or (end_of_epoch and epochs > 0 and epoch % epochs == 0)
-    )
+    return is_end or _interval_ends(interval, epochs, epoch, num_updates, end_of_epoch)
+
+
+def _interval_ends(interval: int, epochs: int, epoch: int, num_updates: int, end_of_epoch: bool) -> bool:
+    """Whether `interval` updates or `epochs` epochs are full at this position; 0 of either never are."""
+    by_updates = interval > 0 and num_updates > 0 and num_updates % interval == 0
+    return by_updates or (end_of_epoch and epochs > 0 and epoch % epochs == 0)
 
 
 class Run:

@@ -20,7 +20,7 @@ import checkpoint_file
 import checkpoint_utils
 import distributed_utils
 from trainer import optim, state
-from trainer.config import complete_config, get_target, instantiate, to_plain
+from trainer.config import complete_config, instantiate, to_plain
 from trainer.data import DummyBatch, EpochBatchIterator, valid_batches
 from trainer.data_parallel import GradientReducer
 from trainer.ema import EMA
@@ -72,7 +72,7 @@ class Trainer:
         self.criterion = self.build_criterion() if criterion is None else criterion
         if isinstance(self.criterion, nn.Module):
             self.criterion = self.criterion.to(self.device)
-        self._follow_rank_0([tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())])
+        self._follow_rank_0([*(p for _, p in self._all_parameters()), *self._buffers()])
 
         self._named_parameters = [(name, p) for name, p in self._all_parameters() if p.requires_grad]
         if not self._named_parameters:
@@ -187,6 +187,9 @@ class Trainer:
     def _modules(self) -> list[nn.Module]:
         """What has parameters, buffers and a mode: the model, and the criterion where it is a module."""
         return [self.model, self.criterion] if isinstance(self.criterion, nn.Module) else [self.model]
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for module in self._modules for buffer in module.buffers()]
 
     def _set_training(self, mode: bool) -> None:
         for module in self._modules:
@@ -327,7 +330,7 @@ class Trainer:
             return self.compute_loss(self._to_device(sample.sample))[0] * 0.0
 
     def _copy_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        return [(buffer, buffer.clone()) for module in self._modules for buffer in module.buffers()]
+        return [(buffer, buffer.clone()) for buffer in self._buffers()]
 
     def _seed_micro_batch(self, i: int) -> None:
         j = i * self.data_parallel_world_size + self.data_parallel_rank
@@ -445,7 +448,7 @@ class Trainer:
     def _sync_buffers(self) -> None:
         """Take rank 0's buffers if training changed any since the last time, as all ranks learned with the sums."""
         if self._sums.buffers_changed:
-            self._follow_rank_0([buffer for module in self._modules for buffer in module.buffers()])
+            self._follow_rank_0(self._buffers())
             self._remember_buffers()
             self._sums.buffers_changed = False
 
