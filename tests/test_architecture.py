@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("trainer/**/*.py")])
+FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("checkpoint_file/*.py"), *ROOT.glob("trainer/**/*.py")])
 
 # A module may import modules of its own layer or of a lower one.
 LAYERS = [
@@ -55,7 +55,8 @@ def project_imports():
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                targets = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]  # a module of a package, or a name in one
+                targets = [name if name in names else node.module for name in inner]
                 if node.module == "trainer" and any(alias.name == "Trainer" for alias in node.names):
                     targets.append("trainer.trainer")
             yield from ((module, target) for target in targets if target in names and target != module)

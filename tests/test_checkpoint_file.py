@@ -26,9 +26,11 @@ from checkpoint_file import (
     NotACheckpointError,
     TensorRef,
     UnsavableValueError,
+    archive,
     open_checkpoint,
     verify_file,
     write_checkpoint_file,
+    writing,
 )
 
 BASE = torch.randn(40, 30)
@@ -128,7 +130,7 @@ def test_every_kind_of_tensor_and_value_comes_back_equal_by_torch_and_by_us(path
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("chunk", [64, 1 << 20])
 def test_bytes_go_into_tensors_of_any_layout(path, monkeypatch, mapped, chunk):
-    monkeypatch.setattr(checkpoint_file, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(archive, "CHUNK_BYTES", chunk)
     write_checkpoint_file(make_state(ODD), path)
     with open_checkpoint(path, mapped=mapped) as reader:
         for change in (lambda t: t, lambda t: t.t().contiguous().t() if t.dim() == 2 else t):
@@ -184,7 +186,7 @@ def test_any_mix_of_views_of_a_few_bases_comes_back_equal(tmp_path_factory, plan
         tensors[f"t{i}"] = t
     path = tmp_path_factory.mktemp("mix") / "f.pt"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_file, "CHUNK_BYTES", chunk)
+        patch.setattr(archive, "CHUNK_BYTES", chunk)
         write_checkpoint_file(make_state(tensors), path)
         assert_same(torch.load(path, weights_only=True)["model"], tensors)
         assert_same(read_all(path)["model"], tensors)
@@ -197,7 +199,7 @@ def test_any_mix_of_views_of_a_few_bases_comes_back_equal(tmp_path_factory, plan
 
 
 def test_a_strided_tensor_may_end_in_a_piece_of_one_element(path, monkeypatch):
-    monkeypatch.setattr(checkpoint_file, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(archive, "CHUNK_BYTES", 64)
     strided = torch.arange(66.0)[::2]
     write_checkpoint_file(make_state({"a": strided}), path)
     assert_same(read_all(path)["model"]["a"], strided)
@@ -257,21 +259,21 @@ def test_neither_writing_nor_reading_holds_a_copy(path, deterministic):  # [F6]
     torch.use_deterministic_algorithms(deterministic)
     try:
         before, peak = rss_anon(), 0
-        original = checkpoint_file.write_all
+        original = writing.write_all
 
         def watched(*args):
             nonlocal peak
             peak = max(peak, rss_anon())
             return original(*args)
 
-        checkpoint_file.write_all = watched
+        writing.write_all = watched
         write_checkpoint_file(state, path)
         assert peak - before < 16 << 20
         with open_checkpoint(path) as reader:
             reader.copy(list(zip(reader.skeleton["model"].values(), targets)))
             assert rss_anon() - before < 16 << 20
     finally:
-        checkpoint_file.write_all = original
+        writing.write_all = original
         torch.use_deterministic_algorithms(False)
     assert torch.equal(targets[0], flat) and torch.equal(targets[1], state["model"]["odd"])
 
@@ -469,7 +471,7 @@ def test_a_ref_that_reaches_beyond_its_record_is_refused(path):
     evil = pickled.replace(b"K\x00K\x04\x85", b"K\x03K\x04\x85")
     assert evil != pickled
     raw = raw.replace(pickled, evil)
-    for before, after in [(checkpoint_file.crc32(pickled), checkpoint_file.crc32(evil))]:
+    for before, after in [(archive.crc32(pickled), archive.crc32(evil))]:
         raw = raw.replace(before.to_bytes(4, "little"), after.to_bytes(4, "little"))
     path.write_bytes(raw)
     with pytest.raises(NotACheckpointError, match="beyond"):

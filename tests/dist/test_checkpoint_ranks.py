@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 import checkpoint_file
 import checkpoint_utils
-from checkpoint_file import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, open_checkpoint
+from checkpoint_file import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    archive,
+    open_checkpoint,
+    reading,
+)
 from tests.dist.harness import run_ranks
 from tests.test_checkpoint_file import ODD, as_bytes, assert_same, make_state, rss_anon
 from tests.test_checkpoint_utils import FakeIterator, FakeTrainer, config, flip, folder_content
@@ -28,7 +35,7 @@ def written(tmp_path, state=None) -> str:
 
 
 def shrink_buffers() -> None:
-    checkpoint_file.CHUNK_BYTES, checkpoint_file.BUCKET_BYTES = 256, 1024
+    archive.CHUNK_BYTES, reading.BUCKET_BYTES = 256, 1024
 
 
 def caught(act) -> tuple:
@@ -119,7 +126,7 @@ def copy_with_a_failing_rank(path, on_all_ranks, failing) -> tuple:
     shrink_buffers()
     reader = open_checkpoint(path, on_all_ranks=on_all_ranks)
     if dist.get_rank() == failing:
-        original, calls = checkpoint_file.Use.fill, []
+        original, calls = reading.Use.fill, []
 
         def fill(self, *args):
             calls.append(1)
@@ -127,7 +134,7 @@ def copy_with_a_failing_rank(path, on_all_ranks, failing) -> tuple:
                 raise MemoryError("none left")
             return original(self, *args)
 
-        checkpoint_file.Use.fill = fill
+        reading.Use.fill = fill
     refs = reader.skeleton["model"]
     return caught(lambda: reader.copy([(ref, torch.zeros(ref.shape, dtype=ref.dtype)) for ref in refs.values()]))
 
@@ -159,13 +166,13 @@ def memory_of_a_copy(path, on_all_ranks) -> tuple:
     dist.barrier()
     with open_checkpoint(path, on_all_ranks=on_all_ranks) as reader:
         peak, before = [0], rss_anon()
-        original = checkpoint_file.Use.fill
+        original = reading.Use.fill
 
         def fill(self, *args):
             peak[0] = max(peak[0], rss_anon())
             return original(self, *args)
 
-        checkpoint_file.Use.fill = fill
+        reading.Use.fill = fill
         reader.copy([(reader.skeleton["model"]["w"], target)])
     return peak[0] - before, float(target.sum())
 

@@ -1,0 +1,38 @@
+"""The bytes of one checkpoint: write, checksum, verify, stream into tensors.
+
+Owns: the layout of the file, its checksums, and the way of its bytes from tensors to disk and back.
+Must not know: names and folders of a run, the Trainer, the config. docs/checkpoint.md numbers what must hold.
+"""
+
+from checkpoint_file.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    NotACheckpointError,
+    UnsavableValueError,
+    agree_on_error,
+    error_kinds,
+)
+from checkpoint_file.reading import CheckpointReader, open_checkpoint, open_local_checkpoint
+from checkpoint_file.skeleton import FORMAT_VERSION, TensorRef
+from checkpoint_file.verifying import verify_file
+from checkpoint_file.writing import write_checkpoint_file
+
+__all__ = [
+    "FORMAT_VERSION",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointReader",
+    "CheckpointWriteError",
+    "NotACheckpointError",
+    "TensorRef",
+    "UnsavableValueError",
+    "agree_on_error",
+    "error_kinds",
+    "open_checkpoint",
+    "open_local_checkpoint",
+    "verify_file",
+    "write_checkpoint_file",
+]

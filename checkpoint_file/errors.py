@@ -1,0 +1,92 @@
+"""What can be wrong with a checkpoint, and how the ranks agree on it.
+
+Exception
+  CheckpointError              a path, and a sentence on what is wrong with it          status 2
+    CheckpointNotFoundError    there is nothing under the path (is a FileNotFoundError too)
+    NotACheckpointError        something else lies there; the sentence says what
+    CheckpointDamagedError     a checkpoint that lost bytes or changed some; `record` where it is known
+    CheckpointWriteError       the system refused the bytes (disk full, no permission)  status 1
+    UnsavableValueError        a value that would not come back equal, by its key path  status 1
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import distributed_utils
+
+
+class CheckpointError(Exception):
+    """What is wrong with the checkpoint at `path`; `rank` is the rank that found it, None where there is only one."""
+
+    exit_status = 2
+    is_user_error = True
+
+    def __init__(self, path: str, problem: str, record: str | None = None, rank: int | None = None) -> None:
+        super().__init__(path, problem, record, rank)
+        self.path, self.problem, self.record, self.rank = str(path), problem, record, rank
+
+    def __str__(self) -> str:
+        found_by = f" (found by rank {self.rank})" if self.rank is not None else ""
+        return f"{self.path}: {self.problem}{found_by}"
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    pass
+
+
+class NotACheckpointError(CheckpointError):
+    pass
+
+
+class CheckpointDamagedError(CheckpointError):
+    pass
+
+
+class CheckpointWriteError(CheckpointError):
+    exit_status = 1
+
+
+class UnsavableValueError(CheckpointError):
+    exit_status = 1
+
+
+def error_kinds(kind: type[CheckpointError] = CheckpointError) -> dict[str, type[CheckpointError]]:
+    """The classes of checkpoint errors by name, also those of the modules above."""
+    kinds = {kind.__name__: kind}
+    for narrower in kind.__subclasses__():
+        kinds.update(error_kinds(narrower))
+    return kinds
+
+
+def agree_on_error(error: BaseException | None, group: Any = None) -> None:
+    """Collective. If any rank has an error, all raise: a CheckpointError as itself on every rank, naming the rank.
+
+    Other errors go through `distributed_utils.agree`: the failing rank raises its own, the others a PeerError.
+    """
+    if distributed_utils.get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    own = None
+    if isinstance(error, CheckpointError):
+        own = (type(error).__name__, error.path, error.problem, error.record)
+    found = distributed_utils.all_gather_list((own, error is not None), group=group)
+    if any(failed and described is None for described, failed in found):
+        distributed_utils.agree(error, group)
+    for rank, (described, failed) in enumerate(found):
+        if failed:
+            kind, path, problem, record = described
+            raise error_kinds()[kind](path, problem, record, rank) from error
+
+
+def cannot_read(path: str, error: OSError) -> CheckpointError:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        folder = os.path.dirname(os.path.abspath(path))
+        no_folder = "" if os.path.isdir(folder) else f", nor the folder {folder}"
+        return CheckpointNotFoundError(path, f"no such file{no_folder}")
+    if error.errno == errno.EIO:
+        return CheckpointDamagedError(path, "the disk fails to read it (input/output error)")
+    return CheckpointError(path, f"cannot be read: {error.strerror or error}")

@@ -1,0 +1,53 @@
+"""Reading every byte of a checkpoint to see whether it is as it was written."""
+
+from __future__ import annotations
+
+import os
+
+from checkpoint_file import archive
+from checkpoint_file.archive import Place, crc32
+from checkpoint_file.errors import CheckpointError, NotACheckpointError, cannot_read
+from checkpoint_file.skeleton import UnknownClass
+from checkpoint_file.sources import FileSource, MemorySource, open_source
+
+
+def verify_file(path: str | os.PathLike) -> list[str]:
+    """Read every byte of the checkpoint and return what is wrong with it, a sentence each ([]: nothing).
+
+    Whether fairtrain can continue from it is another question: an intact file of another program has no problem.
+    """
+    path = os.fspath(path)
+    try:
+        source = open_source(path, mapped=False)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    try:
+        if isinstance(source, MemorySource):
+            return [f"{path}: its layout (torch before 1.6) has no checksums, so that nothing can be verified"]
+        for name, place in source.places.items():
+            problems += record_problems(source, place)
+        source.skeleton()
+    except NotACheckpointError as error:
+        problems += [] if isinstance(error.__context__, UnknownClass) else [str(error)]
+    except CheckpointError as error:
+        problems.append(str(error))
+    finally:
+        source.close()
+    return problems
+
+
+def record_problems(source: FileSource, place: Place) -> list[str]:
+    checksum = 0
+    try:
+        for begin in range(0, place.nbytes, archive.CHUNK_BYTES):
+            checksum = crc32(
+                source.read(place.name, begin, min(begin + archive.CHUNK_BYTES, place.nbytes)).numpy(), checksum
+            )
+    except CheckpointError as error:
+        return [str(error)]
+    except OSError as error:
+        return [str(cannot_read(source.path, error))]
+    if checksum != place.crc:
+        return [f"{source.path}: record {place.name} does not have the checksum it was written with"]
+    return []
