@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout th
 from trainer import Trainer  # noqa: E402
 
 CHUNK = 25
-SIZES = {"1 ms": (64, 128, 4), "5 ms": (192, 384, 6), "20 ms": (448, 768, 6)}  # batch, width, layers
+SIZES = {"1 ms": (32, 96, 4), "5 ms": (192, 256, 6), "20 ms": (256, 416, 8)}  # batch, width, layers
 GOALS = {"1 ms": 1.10, "5 ms": 1.03, "20 ms": 1.01}
 
 

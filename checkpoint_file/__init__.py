@@ -14,6 +14,7 @@ from checkpoint_file.errors import (
     agree_on_error,
     error_kinds,
 )
+from checkpoint_file.nests import ShardedTensor
 from checkpoint_file.reading import CheckpointReader, open_checkpoint, open_local_checkpoint
 from checkpoint_file.skeleton import FORMAT_VERSION, TensorRef
 from checkpoint_file.verifying import verify_file
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointReader",
     "CheckpointWriteError",
     "NotACheckpointError",
+    "ShardedTensor",
     "TensorRef",
     "UnsavableValueError",
     "agree_on_error",

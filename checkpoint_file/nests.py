@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedTensor:
+    """A tensor of the state that is spread over the ranks. A file holds it whole, a rank holds its pieces.
+
+    dtype, shape, stride: of the whole tensor, which fills its memory without holes; its elements are numbered in the
+        order of that memory (row by row where it is contiguous).
+    pieces: (begin, values) with the elements [begin, begin + values.numel()) of the whole, one-dimensional and
+        contiguous, on any device. Ascending, possibly none. Over all ranks every element is in exactly one piece.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    pieces: tuple[tuple[int, Tensor], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
 
 
 def map_leaves(nest: Any, leaf_types: tuple[type, ...], change: Callable[[Any], Any]) -> Any:
