@@ -222,6 +222,7 @@ def test_a_section_that_is_no_mapping_is_refused(value):
         ("optimization", "stop_time_hours", -0.5),
         ("optimization", "clip_norm", -1),
         ("optimization", "update_freq", 0),
+        ("optimization", "global_batch_size", -1),
         ("optimization", "lr", 0),
     ],
 )
@@ -240,6 +241,18 @@ def test_a_run_that_nothing_would_end_is_refused():
     for key in ("max_update", "max_epoch", "stop_time_hours"):
         assert f"optimization.{key}" in message
         complete_config({"optimization": {key: 1}})
+
+
+@pytest.mark.parametrize(
+    "other", [("optimization", "update_freq", 2), ("dataset", "max_tokens", 100), ("dataset", "batch_size", 17)]
+)
+def test_a_global_batch_size_beside_what_contradicts_it_is_refused(other):
+    section, key, value = other
+    sections = {"dataset": {"batch_size": 4}, "optimization": {"global_batch_size": 16, "max_update": 1}}
+    complete_config(sections)
+    sections[section] = {**sections[section], key: value}
+    message = refusal(sections)
+    assert "optimization.global_batch_size=16" in message and f"{section}.{key}={value}" in message
 
 
 def test_both_half_precisions_are_refused():

@@ -219,6 +219,35 @@ def test_topologies_of_one_global_batch_deal_the_same_batches_in_the_same_order(
     assert dealt[0] == dealt[1] == dealt[2]
 
 
+@given(
+    num_samples=st.integers(24, 90),
+    global_batch_size=st.integers(1, 24),
+    arrangements=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4),  # ranks, batch_size
+    stops=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    skip=st.booleans(),
+)
+@settings(deadline=None, max_examples=40)
+def test_a_global_batch_size_gives_the_same_updates_at_any_number_of_ranks(
+    num_samples, global_batch_size, arrangements, stops, skip
+):
+    state, updates = None, []
+    for i, ((world_size, batch_size), stop) in enumerate(zip(arrangements, stops)):
+        arguments = {"batch_size": min(batch_size, global_batch_size), "global_batch_size": global_batch_size}
+        ranks = ranks_of(Numbers(num_samples), world_size, seed=3, skip_remainder_batch=skip, **arguments)
+        if state is not None:
+            for itr in ranks:
+                itr.load_state_dict(state)
+        assert ranks[0].update_freq == -(-global_batch_size // (arguments["batch_size"] * world_size))
+        if not ranks[0].end_of_epoch():
+            updates += take_updates(ranks, None if i == len(arrangements) - 1 else stop)
+        state = state_of(ranks)
+    order = sample_order(3, 1, num_samples).tolist()
+    whole = [order[begin : begin + global_batch_size] for begin in range(0, num_samples, global_batch_size)]
+    if skip and len(whole[-1]) < global_batch_size:
+        whole.pop()
+    assert [sorted(sum(update, [])) for update in updates] == [sorted(update) for update in whole]
+
+
 def test_batch_size_may_be_traded_for_update_freq():
     wide, narrow = ranks_of(Numbers(50), 2, batch_size=4), ranks_of(Numbers(50), 2, batch_size=2, update_freq=2)
     samples = [[sorted(sum(update, [])) for update in take_updates(ranks)] for ranks in (wide, narrow)]

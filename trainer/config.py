@@ -126,6 +126,13 @@ class OptimizationConfig:
         default=1,
         metadata={"help": "micro-batches of a rank in one update, from 1", "one_of_list": "one number for all epochs"},
     )
+    global_batch_size: int = dataclasses.field(
+        default=0,
+        metadata={
+            "help": "samples of all ranks in one update, whatever the number of ranks: update_freq follows from it and "
+            "dataset.batch_size; 0: dataset.batch_size x ranks x update_freq"
+        },
+    )
     lr: float = dataclasses.field(
         default=1e-3,
         metadata={"help": "peak learning rate, above 0", "one_of_list": "one number; how it changes is lr_scheduler's"},
@@ -136,6 +143,7 @@ class OptimizationConfig:
 
     def problems(self) -> list[str]:
         limits = {"max_epoch": 0, "max_update": 0, "stop_time_hours": 0, "clip_norm": 0, "update_freq": 1}
+        limits["global_batch_size"] = 0
         return _below(self, "optimization", limits) + _not_above_zero(self, "optimization", ("lr",))
 
 
@@ -420,7 +428,30 @@ def cross_problems(sections: Mapping[str, Any], cfg: DictConfig) -> list[str]:
             "nothing would end this run: give optimization.max_update, optimization.max_epoch or "
             "optimization.stop_time_hours"
         )
-    return problems + _problems_without_validation(dataset, checkpoint, cfg)
+    return problems + _batch_size_problems(optimization, dataset) + _problems_without_validation(dataset, checkpoint, cfg)
+
+
+def _batch_size_problems(optimization: Any, dataset: Any) -> list[str]:
+    size = optimization.global_batch_size
+    if not size:
+        return []
+    found = []
+    if optimization.update_freq != 1:
+        found.append(
+            f"optimization.global_batch_size={size} decides update_freq by itself: leave out "
+            f"optimization.update_freq={optimization.update_freq}"
+        )
+    if dataset.max_tokens is not None:
+        found.append(
+            f"optimization.global_batch_size={size} counts samples, dataset.max_tokens={dataset.max_tokens} makes batches "
+            "of tokens: leave one of them out"
+        )
+    elif dataset.batch_size and dataset.batch_size > size:
+        found.append(
+            f"dataset.batch_size={dataset.batch_size} of one rank is more than optimization.global_batch_size={size} of "
+            f"all: set dataset.batch_size={size} or less"
+        )
+    return found
 
 
 def _problems_without_validation(dataset: Any, checkpoint: Any, cfg: DictConfig) -> list[str]:

@@ -128,6 +128,7 @@ class EpochBatchIterator:
         cfg: a DatasetConfig, or a DictConfig with its fields.
         epoch: the first epoch, counted from 1.
         update_freq: micro-batches of each rank in an update.
+        global_batch_size: samples in an update, whatever the number of ranks; update_freq follows from it. 0: none.
         skip_remainder_batch: leave out the last update of an epoch where it has fewer samples than the others.
         pin_memory: workers' batches go to pinned memory; for accelerators only.
     Raises: ConfigError where these cannot make an update of the data.
@@ -145,6 +146,7 @@ class EpochBatchIterator:
         collate_fn: Callable | None = None,
         skip_remainder_batch: bool = False,
         pin_memory: bool = False,
+        global_batch_size: int = 0,
     ) -> None:
         _check_settings(cfg)
         self.dataset, self.seed, self.rank, self.world_size = dataset, seed, rank, world_size
@@ -153,7 +155,10 @@ class EpochBatchIterator:
         self.num_workers, self.prefetch_factor = cfg.num_workers, cfg.prefetch_factor
         self.batching = Batching(cfg.max_tokens, cfg.batch_size, cfg.required_batch_size_multiple)
         self._items_per_micro_batch = cfg.batch_size if cfg.max_tokens is None else 1
-        self._items_per_update = self._items_per_micro_batch * update_freq * world_size
+        self.items_per_update = self._items_per_micro_batch * update_freq * world_size
+        if global_batch_size:
+            self.items_per_update = global_batch_size
+            self.update_freq = -(-global_batch_size // (self._items_per_micro_batch * world_size))
         self.epoch = epoch
         self.samples_in_epoch = 0
         self.last_indices: list[list[int]] = []
@@ -169,14 +174,19 @@ class EpochBatchIterator:
     # ---- positions, by arithmetic
 
     @property
+    def unit(self) -> str:
+        """What positions count: "samples", or "batches" of the list that max_tokens makes."""
+        return "samples" if self.batching.max_tokens is None else "batches"
+
+    @property
     def num_updates_per_epoch(self) -> int:
         """The updates of a whole epoch, the same for all epochs and ranks."""
-        return num_updates_left(self._items_of_an_epoch, 0, self._items_per_update, self.skip_remainder_batch)
+        return num_updates_left(self._items_of_an_epoch, 0, self.items_per_update, self.skip_remainder_batch)
 
     def updates_left(self) -> int:
         """How many updates this epoch still has."""
         num_items = self._items_of_an_epoch if not self._earlier else len(self._order())
-        return num_updates_left(num_items, self.samples_in_epoch, self._items_per_update, self.skip_remainder_batch)
+        return num_updates_left(num_items, self.samples_in_epoch, self.items_per_update, self.skip_remainder_batch)
 
     def end_of_epoch(self) -> bool:
         """Whether this epoch has no further update. What is owed at its end may still be to do."""
@@ -222,7 +232,7 @@ class EpochBatchIterator:
             self._order(),
             self.samples_in_epoch,
             self._items_per_micro_batch,
-            self.update_freq,
+            self.items_per_update,
             self.rank,
             self.world_size,
             self.skip_remainder_batch,
@@ -258,14 +268,13 @@ class EpochBatchIterator:
         batches where `unit` says so (max_tokens); then `batching` tells of which list, and `earlier` what other
         lists gave out in this epoch before it.
         """
-        by_batches = self.batching.max_tokens is not None
         return {
             "epoch": self.epoch,
             "samples_in_epoch": self.samples_in_epoch,
-            "unit": "batches" if by_batches else "samples",
+            "unit": self.unit,
             "num_samples": self.num_samples,
             "fingerprint": _fingerprint_of(self.dataset),
-            "batching": asdict(self.batching) if by_batches else None,
+            "batching": asdict(self.batching) if self.unit == "batches" else None,
             "earlier": [
                 {"batching": asdict(old) if old.max_tokens is not None else None, "taken": taken}
                 for old, taken in self._earlier
@@ -327,12 +336,12 @@ class EpochBatchIterator:
             raise ConfigError(f"rank {self.rank} is not one of {self.world_size} ranks")
         if self.num_updates_per_epoch:
             return
-        unit = "samples" if self.batching.max_tokens is None else "batches"
         raise ConfigError(
-            f"an epoch has no update: it has {self._items_of_an_epoch} {unit}, one update takes "
-            f"{self._items_per_update} ({self.world_size} ranks x update_freq {self.update_freq} x "
+            f"an epoch has no update: it has {self._items_of_an_epoch} {self.unit}, one update takes "
+            f"{self.items_per_update} ({self.world_size} ranks x update_freq {self.update_freq} x "
             f"{self._items_per_micro_batch}), and optimization.skip_remainder_batch=true leaves out what is less. "
-            "Set optimization.skip_remainder_batch=false, or a smaller optimization.update_freq or dataset.batch_size"
+            "Set optimization.skip_remainder_batch=false, or a smaller optimization.update_freq, dataset.batch_size or "
+            "optimization.global_batch_size"
         )
 
 

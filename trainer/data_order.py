@@ -115,10 +115,15 @@ def _without(indices: np.ndarray, taken: np.ndarray | list[list[int]]) -> np.nda
     return indices[~np.isin(indices, given_out)]
 
 
-def micro_batch_indices(order: np.ndarray | torch.Tensor | list, position: int, j: int, batch_size: int) -> list[int]:
-    """The samples of micro-batch j of the update at `position`; fewer than `batch_size`, or none, at the end."""
+def micro_batch_indices(
+    order: np.ndarray | torch.Tensor | list, position: int, j: int, batch_size: int, end: int | None = None
+) -> list[int]:
+    """The samples of micro-batch j of the update at `position`; fewer than `batch_size`, or none, at the end.
+
+    end: the position where the update ends, None for the end of the order.
+    """
     begin = position + j * batch_size
-    items = order[begin : begin + batch_size]
+    items = order[begin : begin + batch_size if end is None else min(begin + batch_size, max(begin, end))]
     if isinstance(items, list):
         return [index for batch in items for index in batch]
     return items.tolist()
@@ -134,25 +139,26 @@ def update_plans(
     order: np.ndarray | list,
     position: int,
     batch_size: int,
-    update_freq: int,
+    per_update: int,
     rank: int,
     world_size: int,
     skip_remainder: bool = False,
 ) -> Iterator[UpdatePlan]:
     """The updates from `position` to the end of the epoch, as rank `rank` of `world_size` sees them.
 
-    All ranks have the same number of micro-batches in an update. The last update has as many rows of
-    micro-batches as its samples fill, so that only its last row can hold an empty one. Where the remainder is
-    skipped, the last update ends at the end of the order: the epoch is over then, whatever a resume changes.
+    An update has `per_update` items, dealt in micro-batches of `batch_size`. All ranks have the same number of
+    micro-batches in it: as many rows as its items fill, so that only its last row can hold an empty one. Where the
+    remainder is skipped, the last update ends at the end of the order: the epoch is over then, whatever a resume
+    changes.
     """
     num_items, per_row = len(order), world_size * batch_size
-    per_update = per_row * update_freq
     num_updates = num_updates_left(num_items, position, per_update, skip_remainder)
     for update in range(num_updates):
-        rows = min(update_freq, -(-(num_items - position) // per_row))
-        indices = [micro_batch_indices(order, position, i * world_size + rank, batch_size) for i in range(rows)]
+        filled = min(position + per_update, num_items)
+        rows = -(-(filled - position) // per_row)
+        indices = [micro_batch_indices(order, position, i * world_size + rank, batch_size, filled) for i in range(rows)]
         # Two samples of the global batch and not one: batch normalisation refuses to train on a single one.
-        first = [] if all(indices) else micro_batch_indices(order, position, 0, batch_size)[:2]
-        end = num_items if update == num_updates - 1 else position + per_update
+        first = [] if all(indices) else micro_batch_indices(order, position, 0, batch_size, filled)[:2]
+        end = num_items if update == num_updates - 1 else filled
         yield UpdatePlan(indices, first, end)
         position = end

@@ -26,6 +26,7 @@ OWN_EXTRA_STATE = frozenset(
         "validated_at",
         "scaler",
         "num_threads",
+        "ranks",
         "previous_training_time",
         "ema",
     }

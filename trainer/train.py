@@ -189,6 +189,12 @@ class Run:
     def _limits_of_equality(self, extra_state: dict) -> list[str]:
         """What keeps this session from continuing bit by bit, if anything does."""
         lines = []
+        ranks, now = extra_state.get("ranks"), self.trainer.data_parallel_world_size
+        if ranks is not None and ranks != now:
+            lines.append(
+                f"  ranks: saved {ranks}, now {now}, with {self.itr.update_freq} micro-batches in an update of "
+                f"{self.itr.items_per_update} {self.itr.unit} in all: numbers go on to rounding"
+            )
         saved, now = extra_state.get("num_threads"), torch.get_num_threads()
         if saved is not None and saved != now:
             lines.append(

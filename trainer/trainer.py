@@ -83,7 +83,7 @@ class Trainer:
         optimization = self.cfg.optimization
         self.lr_scheduler = adapt_scheduler(self.build_lr_scheduler(self.optimizer), self.optimizer, optimization.lr)
         # fairseq's default window for the loss scale: the same number of micro-batches whatever the arrangement.
-        window = max(1, 2**14 // (self.data_parallel_world_size * optimization.update_freq))
+        window = max(1, 2**14 // self._micro_batches_per_update())
         self.precision = build_precision(common, self.device, window)
         self.ema = EMA(self.model, self.cfg.ema) if self.cfg.ema.store_ema else None
         self._reducer = None
@@ -246,8 +246,16 @@ class Trainer:
             world_size=self.data_parallel_world_size,
             skip_remainder_batch=optimization.skip_remainder_batch,
             pin_memory=self.device.type != "cpu",
+            global_batch_size=optimization.global_batch_size,
         )
         return self._train_iterator
+
+    def _micro_batches_per_update(self) -> int:
+        """Micro-batches of all ranks in a full update."""
+        optimization, batch_size = self.cfg.optimization, self.cfg.dataset.batch_size
+        if optimization.global_batch_size and batch_size:
+            return -(-optimization.global_batch_size // batch_size)
+        return self.data_parallel_world_size * optimization.update_freq
 
     def get_valid_iterator(self, subset: str) -> Any:
         """This rank's share of the batches of `subset`, each once over all ranks; can be iterated again."""
@@ -501,6 +509,7 @@ class Trainer:
             "validated_at": self.validated_at,
             "scaler": self.precision.state_dict(),
             "num_threads": torch.get_num_threads(),
+            "ranks": self.data_parallel_world_size,
             "previous_training_time": self.cumulative_training_time(),
         }
         if self.ema is not None:

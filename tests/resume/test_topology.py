@@ -62,3 +62,24 @@ def test_a_run_that_changes_ranks_and_update_freq_keeps_its_numbers_to_rounding(
     for name, tensor in one["model"].items():
         torch.testing.assert_close(other["model"][name], tensor, rtol=1e-3, atol=1e-4)
     assert one["extra_state"]["train_iterator"] == other["extra_state"]["train_iterator"]
+
+
+def test_a_global_batch_size_keeps_the_numbers_whatever_ranks_a_run_is_continued_with(tmp_path):
+    """Three ranks of batches of 4 do not divide a global batch of 16: places stay empty, the batch does not change."""
+
+    def with_global_batch(run_dir):
+        cfg = recorded(run_dir, 0, 1)
+        cfg["optimization"]["global_batch_size"] = 16
+        return cfg
+
+    run_to_status(recorded(tmp_path / "through", 1, 4), 0, 1)
+    changing = tmp_path / "changing"
+    run_to_status(with_global_batch(changing), 75, 3, stop="3:1:0:SIGUSR1")
+    run_to_status(with_global_batch(changing), 75, 2, stop="5:0:1:SIGTERM")
+    run_to_status(with_global_batch(changing), 0, 4)
+    whole, other = read_log(tmp_path / "through", "train"), read_log(changing, "train")
+    assert [line["sample_size"] for line in other] == [line["sample_size"] for line in whole]
+    losses = [torch.tensor([line["loss"] for line in lines], dtype=torch.float64) for lines in (other, whole)]
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
+    assert samples_by_epoch(changing) == samples_by_epoch(tmp_path / "through")
+    assert "ranks: saved 3, now 2, with 2 micro-batches" in (changing / "train.log").read_text()
