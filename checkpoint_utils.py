@@ -113,6 +113,10 @@ class CheckpointConfig:
     load_checkpoint_on_all_dp_ranks: bool = field(
         default=False, metadata={"help": "every rank reads the file; otherwise rank 0 reads and the others receive"}
     )
+    read_method: str = field(
+        default="auto",
+        metadata={"help": "auto, mmap or pread: how bytes come from the file; auto reads by offset, which is the fastest"},
+    )
 
     def problems(self) -> list[str]:
         """Sentences on values that cannot work."""
@@ -123,6 +127,8 @@ class CheckpointConfig:
         for name in ("keep_interval_updates", "keep_last_epochs", "keep_best_checkpoints", "patience"):
             if getattr(self, name) < -1:
                 found.append(f"checkpoint.{name}={getattr(self, name)}: must be -1 or above")
+        if self.read_method not in checkpoint_file.READ_METHODS:
+            found.append(f"checkpoint.read_method={self.read_method}: must be {', '.join(checkpoint_file.READ_METHODS)}")
         if not self.best_checkpoint_metric:
             found.append("checkpoint.best_checkpoint_metric is empty: name a metric, such as loss")
         if not self.save_dir:

@@ -17,11 +17,13 @@ from checkpoint_file.errors import (
 from checkpoint_file.nests import ShardedTensor
 from checkpoint_file.reading import CheckpointReader, open_checkpoint, open_local_checkpoint
 from checkpoint_file.skeleton import FORMAT_VERSION, TensorRef
+from checkpoint_file.sources import READ_METHODS
 from checkpoint_file.verifying import verify_file
 from checkpoint_file.writing import write_checkpoint_file
 
 __all__ = [
     "FORMAT_VERSION",
+    "READ_METHODS",
     "CheckpointDamagedError",
     "CheckpointError",
     "CheckpointNotFoundError",

@@ -5,92 +5,24 @@ bounded pieces, each checked on its way. Every rank reads, or rank 0 reads and s
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import distributed_utils
 from checkpoint_file import archive
-from checkpoint_file.archive import NO_CHECKSUM, Place, crc32
-from checkpoint_file.errors import CheckpointDamagedError, CheckpointError, agree_on_error, cannot_read
-from checkpoint_file.nests import empty_storage, flat_pieces, is_dense, leaves, map_leaves, tensor_in
+from checkpoint_file.archive import NO_CHECKSUM, Place
+from checkpoint_file.checksums import Checksums, share_out
+from checkpoint_file.errors import CheckpointError, agree_on_error, cannot_read
+from checkpoint_file.filling import Interval, Plan, Use, cut, memory_order, merged, own_pieces
+from checkpoint_file.nests import ShardedTensor, empty_storage, flat_pieces, leaves, map_leaves, tensor_in
+from checkpoint_file.sending import EVERYBODY, Bucket, Stream
 from checkpoint_file.skeleton import TensorRef, require_own_format
 from checkpoint_file.sources import open_source
-
-BUCKET_BYTES = 16 << 20  # bytes that rank 0 sends at a time
-ALIGNMENT = 64  # of records in the file and of pieces in a bucket: every dtype can be viewed there
-
-
-@dataclass
-class Use:
-    """One tensor to fill from a record: bytes [begin, end) are, in file order, the elements of `view`."""
-
-    ref: TensorRef
-    target: Tensor
-    view: Tensor
-    begin: int
-    end: int
-
-    def fill(self, data: Tensor, data_begin: int) -> None:
-        """Take this tensor's share of `data`, uint8, which are the record's bytes from `data_begin` on."""
-        low, high = max(self.begin, data_begin), min(self.end, data_begin + data.numel())
-        if low >= high:
-            return
-        size = self.ref.dtype.itemsize
-        share = data[low - data_begin : high - data_begin]
-        if share.storage_offset() % size or share.data_ptr() % size:  # a foreign zip may put its records anywhere
-            share = share.clone()
-        elements = share.view(self.ref.dtype)
-        for piece in flat_pieces(self.view, (low - self.begin) // size, (high - self.begin) // size):
-            piece.copy_(elements[: piece.numel()].view(piece.shape))
-            elements = elements[piece.numel() :]
-
-    def finish(self) -> None:
-        if self.view.untyped_storage()._cdata != self.target.untyped_storage()._cdata:
-            self.target.copy_(self.view.as_strided(self.ref.shape, self.ref._stride))
-
-
-def plan_use(ref: TensorRef, target: Tensor) -> Use:
-    assert ref.shape == target.shape, (ref, target.shape)
-    begin, end = ref.span()
-    target = target.detach()
-    if is_dense(ref.shape, ref._stride):
-        order = sorted(range(len(ref.shape)), key=lambda d: -ref._stride[d])
-        return Use(ref, target, target.permute(order), begin, end)
-    # Expanded or with holes: its span is gathered first. No file of ours has holes, and expanded ones are small.
-    gathered = torch.empty((end - begin) // ref.dtype.itemsize, dtype=ref.dtype)
-    return Use(ref, target, gathered, begin, end)
-
-
-def plan_reading(pairs: list[tuple[TensorRef, Tensor]], places: dict[str, Place]) -> list[tuple[str, list[Use]]]:
-    """The records that the pairs need, in the order of the file, each with all that is to be filled from it."""
-    uses: dict[str, list[Use]] = {}
-    for ref, target in pairs:
-        if ref.nbytes:
-            uses.setdefault(ref._record, []).append(plan_use(ref, target))
-    return sorted(uses.items(), key=lambda item: places[item[0]].offset)
-
-
-Segment = tuple[str, int, int, int]  # record, its bytes [begin, end), and where they stand in the bucket
-
-
-def fill_buckets(names: list[str], places: dict[str, Place]) -> Iterator[list[Segment]]:
-    """Deal the bytes of the records to buckets of at most BUCKET_BYTES; the first ALIGNMENT bytes stay free."""
-    bucket: list[Segment] = []
-    position = ALIGNMENT
-    for name in names:
-        for begin in range(0, places[name].nbytes, archive.CHUNK_BYTES):
-            end = min(begin + archive.CHUNK_BYTES, places[name].nbytes)
-            if position + end - begin > BUCKET_BYTES:
-                yield bucket
-                bucket, position = [], ALIGNMENT
-            bucket.append((name, begin, end, position))
-            position += -(-(end - begin) // ALIGNMENT) * ALIGNMENT
-    if bucket:
-        yield bucket
 
 
 class CheckpointReader:
@@ -111,16 +43,22 @@ class CheckpointReader:
         self._group, self._alone, self._rank_0_reads = group, False, rank_0_reads
         return self
 
-    def copy(self, pairs: list[tuple[TensorRef, Tensor]]) -> None:
-        """Fill each tensor from the file, converting dtype and device as `Tensor.copy_` does.
+    def copy(self, pairs: list[tuple[TensorRef, Tensor | ShardedTensor]]) -> None:
+        """Fill each target from the file, converting dtype and device as `Tensor.copy_` does.
 
-        Every record is read once, whole and in pieces, and its CRC-32 compared at its end.
+        A Tensor is filled whole, of a ShardedTensor the pieces of this rank. A rank reads, or receives, the bytes that
+        its targets need and no others; but of a record of which anything is used every byte is checked by some rank.
+        Pieces whose order of memory is not that of the file are taken from the mapped tensor, or where the file is
+        not mapped, through one copy of that tensor in memory.
         Raises: CheckpointDamagedError, on all ranks; some tensors are overwritten by then.
         """
-        plan: list[tuple[str, list[Use]]] = []
         with torch.no_grad():
-            self._agreed(lambda: plan.extend(plan_reading(pairs, self._places)), needed=self._rank_0_reads)
-            self._agreed(lambda: self._receive(plan) if self._rank_0_reads else self._read(plan))
+            told = self._gathered(lambda: own_pieces(pairs).tobytes())
+            pieces = [np.frombuffer(one, dtype=np.int64).reshape(-1, 3) for one in told]
+            rank = 0 if self._alone else distributed_utils.get_rank(self._group)
+            checksums: list[Checksums] = []
+            checked = self._gathered(lambda: self._fill(Plan(pairs, self._places, pieces, rank), checksums))
+            checksums[0].merge(checked)
 
     def materialize(self, nest: Any) -> Any:
         """The nest with CPU tensors in the place of its TensorRefs; what shares memory in the file shares it here."""
@@ -137,11 +75,12 @@ class CheckpointReader:
 
         return map_leaves(nest, (TensorRef,), build)
 
-    def _agreed(self, do: Callable[[], Any], needed: bool = True) -> None:
-        """Do it, and raise on all ranks if it failed on one."""
+    def _gathered(self, do: Callable[[], bytes]) -> list[bytes]:
+        """What `do` gives on each rank; raises on all ranks if it failed on one."""
         error: Exception | None = None
+        given: bytes | None = None
         try:
-            do()
+            given = do()
         except OSError as problem:
             error = problem if isinstance(problem, CheckpointError) else cannot_read(self.path, problem)
         except Exception as problem:  # whatever it is, the other ranks wait for the agreement below
@@ -149,68 +88,111 @@ class CheckpointReader:
         if self._alone:
             if error is not None:
                 raise error
-        elif needed or error is not None:
+            return [given]
+        told = distributed_utils.all_gather_list(given, self._group)
+        if None in told:
             agree_on_error(error, self._group)
+        return told
 
-    def _read(self, plan: list[tuple[str, list[Use]]]) -> None:
-        for name, uses in plan:
-            checksum = 0
-            for begin in range(0, self._places[name].nbytes, archive.CHUNK_BYTES):
-                data = self._source.read(name, begin, min(begin + archive.CHUNK_BYTES, self._places[name].nbytes))
-                checksum = crc32(data.numpy(), checksum)
-                for use in uses:
-                    use.fill(data, begin)
-            self._check(name, checksum)
-            for use in uses:
-                use.finish()
+    def _fill(self, plan: Plan, made: list[Checksums]) -> bytes:
+        """Bring this rank's share of the bytes to their places; returns what it has checked of them."""
+        checksums = Checksums(self.path, self._places, plan.names)
+        made.append(checksums)
+        if not self._rank_0_reads:
+            self._read(plan, checksums)
+        elif plan.rank == 0:
+            self._send(plan, checksums)
+        else:
+            Stream(self._group).receive(plan, lambda bucket, data: take(plan, bucket, data))
+        plan.finish()
+        return checksums.parts()
 
-    def _check(self, name: str, checksum: int) -> None:
-        if self._places[name].crc not in (checksum, NO_CHECKSUM):
-            problem = f"record {name} does not have the checksum it was written with: bytes of it have changed"
-            raise CheckpointDamagedError(self.path, problem, name)
-
-    def _receive(self, plan: list[tuple[str, list[Use]]]) -> None:
-        """Rank 0 reads and sends bucket after bucket; its first byte says whether the reading has failed."""
-        uses_of, error = dict(plan), None
-        root = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        is_root = dist.get_rank() == root
-        bucket = torch.zeros(
-            BUCKET_BYTES, dtype=torch.uint8, device=distributed_utils.communication_device(self._group)
+    def _read(self, plan: Plan, checksums: Checksums) -> None:
+        """Every rank reads: what all need and its own."""
+        ranks = range(len(plan.sharded))
+        slices = self._shared_out(plan.names, [[plan.whole, plan.sharded[rank]] for rank in ranks], ranks)
+        uses = {name: plan.whole_uses.get(name, []) + plan.own_uses.get(name, []) for name in plan.names}
+        self._bring_all(
+            plan, [plan.whole, plan.sharded[plan.rank], slices[plan.rank]], uses, slices[plan.rank], checksums
         )
-        staging = bucket if bucket.device.type == "cpu" or not is_root else torch.zeros(BUCKET_BYTES, dtype=torch.uint8)
-        checksums: dict[str, int] = {}
-        for segments in fill_buckets([name for name, _ in plan], self._places):
-            used = segments[-1][3] + segments[-1][2] - segments[-1][1]
-            if is_root:
-                try:
-                    self._load_bucket(staging, segments, checksums)
-                except Exception as problem:  # the others must hear of it before it is raised
-                    error = problem
-                    staging[0] = 1
-                if staging is not bucket:
-                    bucket[:used].copy_(staging[:used])
-            dist.broadcast(bucket[:used], src=root, group=self._group)
-            if bucket[0]:
-                break
-            try:
-                for name, begin, end, position in segments if error is None else ():
-                    for use in uses_of[name]:
-                        use.fill(bucket[position : position + end - begin], begin)
-            except Exception as problem:  # rank 0 goes on sending: this rank goes on receiving
-                error = problem
-        if error is not None:
-            raise error
-        for _, uses in plan:
-            for use in uses:
-                use.finish()
 
-    def _load_bucket(self, staging: Tensor, segments: list[Segment], checksums: dict[str, int]) -> None:
-        for name, begin, end, position in segments:
-            data = self._source.read(name, begin, end)
-            checksums[name] = crc32(data.numpy(), checksums.get(name, 0))
-            staging[position : position + end - begin].copy_(data)
-            if end == self._places[name].nbytes:
-                self._check(name, checksums.pop(name))
+    def _send(self, plan: Plan, checksums: Checksums) -> None:
+        """Rank 0 reads: what all need, what each other rank needs, its own, and what nobody needs."""
+        needs = [[sharded] for sharded in plan.sharded]
+        slices = self._shared_out(plan.names, [*needs, [plan.whole]], [0])  # the last is EVERYBODY's
+
+        def load(bucket: Bucket, data: Tensor) -> None:
+            self._load(plan, bucket, data, slices[bucket.receiver], checksums)
+
+        Stream(self._group).send(plan, load, lambda bucket, data: take(plan, bucket, data))
+        self._bring_all(plan, [plan.sharded[0], slices[0]], plan.own_uses, slices[0], checksums)
+
+    def _shared_out(
+        self, names: list[str], needs: list[list[dict[str, list[Interval]]]], for_gaps: Sequence[int]
+    ) -> list[dict[str, list[Interval]]]:
+        """For each reader, which bytes of which records it checks."""
+        loads = [0] * len(needs)
+        dealt: list[dict[str, list[Interval]]] = [{} for _ in needs]
+        for name in names:
+            if self._places[name].crc == NO_CHECKSUM:
+                continue
+            read = [merged([one for part in parts for one in part.get(name, [])]) for parts in needs]
+            for own, slices in zip(dealt, share_out(self._places[name].nbytes, read, loads, for_gaps)):
+                own[name] = slices
+        return dealt
+
+    def _bring_all(
+        self,
+        plan: Plan,
+        wanted: list[dict[str, list[Interval]]],
+        uses: dict[str, list[Use]],
+        slices: dict[str, list[Interval]],
+        checksums: Checksums,
+    ) -> None:
+        """Read the wanted bytes in the order of the file, each once, check this rank's slices and fill its uses."""
+        for name in plan.names:
+            intervals = merged([one for part in wanted for one in part.get(name, [])])
+            for begin, end in cut(intervals, archive.CHUNK_BYTES):
+                data = self._bring(name, begin, end, uses.get(name, []))
+                checksums.add(name, slices.get(name, []), begin, data)
+        for one in plan.scattered[plan.rank]:
+            step = max(1, archive.CHUNK_BYTES // plan.pairs[one.pair][0].dtype.itemsize)
+            view = self._stored_view(plan, one.pair)
+            for begin in range(one.begin, one.end, step):
+                for piece in flat_pieces(view, begin, min(begin + step, one.end)):
+                    plan.fill_scattered(one.pair, begin, piece.reshape(-1))
+                    begin += piece.numel()
+
+    def _bring(self, name: str, begin: int, end: int, uses: list[Use]) -> memoryview:
+        """Read bytes straight into the one place that wants them, or spread them; returns them wherever they are."""
+        touched = [use for use in uses if use.begin < end and begin < use.end]
+        memory = touched[0].memory(begin, end) if len(touched) == 1 else None
+        if memory is not None:
+            self._source.read_into(name, begin, memory)
+            return memory
+        data = self._source.read(name, begin, end)
+        for use in touched:
+            use.fill(data, begin)
+        return memoryview(data.numpy())
+
+    def _load(
+        self, plan: Plan, bucket: Bucket, data: Tensor, slices: dict[str, list[Interval]], checksums: Checksums
+    ) -> None:
+        memory = memoryview(data.numpy())
+        for source, begin, end, position, nbytes in bucket.segments:
+            if isinstance(source, str):
+                self._source.read_into(source, begin, memory[position : position + nbytes])
+                checksums.add(source, slices.get(source, []), begin, memory[position : position + nbytes])
+                continue
+            elements = data[position : position + nbytes].view(plan.pairs[source][0].dtype)
+            for piece in flat_pieces(self._stored_view(plan, source), begin, end):
+                elements[: piece.numel()].view(piece.shape).copy_(piece)
+                elements = elements[piece.numel() :]
+
+    def _stored_view(self, plan: Plan, pair: int) -> Tensor:
+        """The stored tensor of a pair, its elements row by row in the order of the target's memory."""
+        ref, target = plan.pairs[pair]
+        return self._source.stored(ref).permute(memory_order(target.stride))
 
     def close(self) -> None:
         if self._source is not None:
@@ -224,12 +206,24 @@ class CheckpointReader:
         self.close()
 
 
+def take(plan: Plan, bucket: Bucket, data: Tensor) -> None:
+    """Put what has come in a bucket where it belongs on this rank."""
+    uses = plan.whole_uses if bucket.receiver == EVERYBODY else plan.own_uses
+    for source, begin, _, position, nbytes in bucket.segments:
+        piece = data[position : position + nbytes]
+        if isinstance(source, int):
+            plan.fill_scattered(source, begin, piece.view(plan.pairs[source][0].dtype))
+            continue
+        for use in uses[source]:
+            use.fill(piece, begin)
+
+
 def open_local_checkpoint(
-    path: str | os.PathLike, own_format: bool = True, mapped: bool | None = None
+    path: str | os.PathLike, own_format: bool = True, read_method: str = "auto"
 ) -> CheckpointReader:
     """As `open_checkpoint`, for this process alone: nothing in it is collective."""
     path = os.fspath(path)
-    source = open_source(path, mapped)
+    source = open_source(path, read_method)
     try:
         skeleton = source.skeleton()
         if own_format:
@@ -245,24 +239,24 @@ def open_checkpoint(
     group: Any = None,
     on_all_ranks: bool = True,
     own_format: bool = True,
-    mapped: bool | None = None,
+    read_method: str = "auto",
 ) -> CheckpointReader:
     """Open a checkpoint together. Collective, and so is everything that is done with the reader.
 
     Args:    on_all_ranks: every rank opens and reads the file; otherwise rank 0 of the group reads, the others receive.
              own_format: refuse, saying what was found, whatever fairtrain has not written.
-             mapped: None maps the file unless it lies on a network file system, where it is read by offset.
+             read_method: pread, mmap, or auto (see sources.FileSource).
     Raises:  on all ranks what was found on one: CheckpointNotFoundError, NotACheckpointError, CheckpointDamagedError
              (as far as structure and names go; the bytes of tensors are checked as they are read), CheckpointError.
     """
     path = os.fspath(path)
     if distributed_utils.get_world_size(group) == 1:
-        return open_local_checkpoint(path, own_format, mapped)
+        return open_local_checkpoint(path, own_format, read_method)
     is_root = distributed_utils.get_rank(group) == 0
     reader, error = None, None
     try:
         if on_all_ranks or is_root:
-            reader = open_local_checkpoint(path, own_format, mapped)
+            reader = open_local_checkpoint(path, own_format, read_method)
     except Exception as problem:  # agreed by all ranks below
         error = problem
     try:

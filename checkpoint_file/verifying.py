@@ -18,7 +18,7 @@ def verify_file(path: str | os.PathLike) -> list[str]:
     """
     path = os.fspath(path)
     try:
-        source = open_source(path, mapped=False)
+        source = open_source(path, read_method="pread")
     except CheckpointError as error:
         return [str(error)]
     problems = []

@@ -32,6 +32,7 @@ from checkpoint_file import (
     write_checkpoint_file,
     writing,
 )
+from checkpoint_file.sources import READ_METHODS
 
 BASE = torch.randn(40, 30)
 WEIGHT = nn.Parameter(torch.randn(5, 7))
@@ -123,16 +124,16 @@ def test_every_kind_of_tensor_and_value_comes_back_equal_by_torch_and_by_us(path
     assert write_checkpoint_file(state, path) == path.stat().st_size
     assert_same(torch.load(path, weights_only=True), state)
     assert_same(torch.load(path, weights_only=True, mmap=True), state)
-    for mapped in (True, False):
-        assert_same(read_all(path, mapped=mapped), state)
+    for read_method in READ_METHODS:
+        assert_same(read_all(path, read_method=read_method), state)
 
 
-@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("read_method", READ_METHODS)
 @pytest.mark.parametrize("chunk", [64, 1 << 20])
-def test_bytes_go_into_tensors_of_any_layout(path, monkeypatch, mapped, chunk):
+def test_bytes_go_into_tensors_of_any_layout(path, monkeypatch, read_method, chunk):
     monkeypatch.setattr(archive, "CHUNK_BYTES", chunk)
     write_checkpoint_file(make_state(ODD), path)
-    with open_checkpoint(path, mapped=mapped) as reader:
+    with open_checkpoint(path, read_method=read_method) as reader:
         for change in (lambda t: t, lambda t: t.t().contiguous().t() if t.dim() == 2 else t):
             targets = {name: change(t) for name, t in targets_for(reader.skeleton["model"]).items()}
             reader.copy([(reader.skeleton["model"][name], target) for name, target in targets.items()])
@@ -349,8 +350,8 @@ def test_a_flipped_bit_in_a_tensor_is_named_by_zipfile_by_verify_and_by_a_load(p
     path.write_bytes(raw)
     assert zipfile.ZipFile(path).testzip().endswith("/data/1")
     assert "data/1" in verify_file(path)[0]
-    for mapped in (True, False):
-        with open_checkpoint(path, mapped=mapped) as reader:
+    for read_method in READ_METHODS:
+        with open_checkpoint(path, read_method=read_method) as reader:
             reader.copy([(reader.skeleton["model"]["a"], torch.empty(1000))])
             with pytest.raises(CheckpointDamagedError, match="checksum") as caught:
                 reader.copy([(reader.skeleton["model"]["b"], torch.empty(1000))])
@@ -531,7 +532,7 @@ def test_a_full_disk_is_an_error_with_path_cause_and_size(path, monkeypatch, cal
 
 def test_an_error_while_reading_is_a_checkpoint_error(path, monkeypatch):
     write_checkpoint_file(make_state({"a": BASE}), path)
-    with open_checkpoint(path, mapped=False) as reader:
+    with open_checkpoint(path, read_method="pread") as reader:
         monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(CheckpointDamagedError, match="disk fails"):
             reader.copy([(reader.skeleton["model"]["a"], torch.empty(40, 30))])

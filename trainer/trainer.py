@@ -604,8 +604,10 @@ class Trainer:
         self._remember_buffers()
 
     def _open(self, filename: str) -> Any:
-        on_all_ranks = self.cfg.checkpoint.load_checkpoint_on_all_dp_ranks
-        return checkpoint_file.open_checkpoint(filename, self.data_parallel_process_group, on_all_ranks)
+        cfg, group = self.cfg.checkpoint, self.data_parallel_process_group
+        return checkpoint_file.open_checkpoint(
+            filename, group, cfg.load_checkpoint_on_all_dp_ranks, read_method=cfg.read_method
+        )
 
     def _load_model_state(self, saved: dict, reader: Any, filename: str, report: state.LoadReport) -> None:
         modules = [("model", self.model)]

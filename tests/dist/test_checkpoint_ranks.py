@@ -17,8 +17,9 @@ from checkpoint_file import (
     CheckpointError,
     CheckpointNotFoundError,
     archive,
+    filling,
     open_checkpoint,
-    reading,
+    sending,
 )
 from tests.dist.harness import run_ranks
 from tests.test_checkpoint_file import ODD, as_bytes, assert_same, make_state, rss_anon
@@ -35,7 +36,7 @@ def written(tmp_path, state=None) -> str:
 
 
 def shrink_buffers() -> None:
-    archive.CHUNK_BYTES, reading.BUCKET_BYTES = 256, 1024
+    archive.CHUNK_BYTES, sending.BUCKET_BYTES = 256, 1024
 
 
 def caught(act) -> tuple:
@@ -97,7 +98,7 @@ def test_damage_is_raised_on_all_ranks_as_what_it_is(tmp_path, on_all_ranks):  #
     raw[len(raw) // 2] ^= 1
     Path(path).write_bytes(raw)
     for kind, message, seconds, status in run_ranks(copy_all, 2, path, on_all_ranks):
-        assert kind == "CheckpointDamagedError" and path in message and "rank 0" in message
+        assert kind == "CheckpointDamagedError" and path in message and "record data/" in message
         assert seconds < SECONDS and status == 2
 
 
@@ -122,19 +123,27 @@ def test_another_file_under_the_same_path_is_noticed(tmp_path):  # [R8]
         assert kind == "CheckpointError" and "another file" in message and "rank 1" in message
 
 
+def before_each_use(act) -> None:
+    """Let `act` run whenever bytes are about to go into a target on this rank."""
+
+    def first(original):
+        return lambda *args: (act(), original(*args))[1]
+
+    filling.Use.fill, filling.Use.memory = first(filling.Use.fill), first(filling.Use.memory)
+
+
 def copy_with_a_failing_rank(path, on_all_ranks, failing) -> tuple:
     shrink_buffers()
     reader = open_checkpoint(path, on_all_ranks=on_all_ranks)
     if dist.get_rank() == failing:
-        original, calls = reading.Use.fill, []
+        calls = []
 
-        def fill(self, *args):
+        def fail_at_the_third():
             calls.append(1)
             if len(calls) == 3:
                 raise MemoryError("none left")
-            return original(self, *args)
 
-        reading.Use.fill = fill
+        before_each_use(fail_at_the_third)
     refs = reader.skeleton["model"]
     return caught(lambda: reader.copy([(ref, torch.zeros(ref.shape, dtype=ref.dtype)) for ref in refs.values()]))
 
@@ -166,13 +175,11 @@ def memory_of_a_copy(path, on_all_ranks) -> tuple:
     dist.barrier()
     with open_checkpoint(path, on_all_ranks=on_all_ranks) as reader:
         peak, before = [0], rss_anon()
-        original = reading.Use.fill
 
-        def fill(self, *args):
+        def look():
             peak[0] = max(peak[0], rss_anon())
-            return original(self, *args)
 
-        reading.Use.fill = fill
+        before_each_use(look)
         reader.copy([(reader.skeleton["model"]["w"], target)])
     return peak[0] - before, float(target.sum())
 
