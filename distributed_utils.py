@@ -57,6 +57,9 @@ class DistributedTrainingConfig:
     find_unused_parameters: bool = field(
         default=False, metadata={"help": "let ranks finish an update in which some parameters had no gradient"}
     )
+    zero_sharding: str = field(
+        default="none", metadata={"help": "os: each rank keeps the optimizer state of its share alone; none: all of it"}
+    )
     backend: str = field(
         default="auto", metadata={"help": "torch.distributed backend; auto: gloo for the CPU and the accelerator's own"}
     )
@@ -71,6 +74,11 @@ class DistributedTrainingConfig:
             found.append(
                 f"distributed_training.distributed_world_size is {self.distributed_world_size}, but at least one rank "
                 "must train: distributed_training.distributed_world_size=1"
+            )
+        if self.zero_sharding not in ("none", "os"):
+            found.append(
+                f"distributed_training.zero_sharding is {self.zero_sharding!r}, but it must be none or os: "
+                "distributed_training.zero_sharding=none"
             )
         if self.timeout_s <= 0:
             found.append(

@@ -10,12 +10,16 @@ bits. Here buckets are laid out once, in reverse order of registration, and are 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Iterable
 
 import torch
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20
+# Elements. Parameters start at multiples of it, so that a cut at a multiple is one for every parameter, and kernels that
+# walk vectors of elements meet each element at the same place of a vector, whole or cut.
+ALIGNMENT = 64
 
 
 class GradientMismatchError(RuntimeError):
@@ -30,29 +34,39 @@ class GradientMismatchError(RuntimeError):
         )
 
 
-class _Bucket:
-    """One flat buffer and the parameters whose gradients are views into it."""
+class Bucket:
+    """One flat buffer and the parameters whose gradients are views into it.
 
-    def __init__(self, parameters: list[nn.Parameter], num_flags: int = 0) -> None:
+    Args: num_shares: the layout divides into this many equal ranges, each a multiple of ALIGNMENT.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], num_shares: int, num_flags: int = 0) -> None:
         first = parameters[0] if parameters else None
         dtype = first.dtype if first is not None else torch.float32
         device = first.device if first is not None else torch.device("cpu")
-        numel = sum(p.numel() for p in parameters)
-        self.buffer = torch.zeros(numel + num_flags, dtype=dtype, device=device)
-        self.flat = self.buffer[:numel]
-        self.flags = self.buffer[numel:]
         self.parameters = parameters
-        self.views, begin = [], 0
-        for parameter in parameters:
-            piece = self.flat[begin : begin + parameter.numel()]
-            self.views.append(_view_like(piece, parameter))
-            begin += parameter.numel()
+        ends = list(itertools.accumulate(_padded(p.numel(), ALIGNMENT) for p in parameters))
+        self.begins = [0, *ends[:-1]]
+        self.numel = _padded(ends[-1] if ends else 0, ALIGNMENT * num_shares)
+        self.buffer = torch.zeros(self.numel + num_flags, dtype=dtype, device=device)
+        self.flat = self.buffer[: self.numel]
+        self.flags = self.buffer[self.numel :]
+        self.views = [self.view_into(self.flat, i) for i in range(len(parameters))]
         self.num_waiting = 0
         self.work: Any = None
+
+    def view_into(self, flat: Tensor, index: int) -> Tensor:
+        """The place of parameter `index` in `flat`, [numel] of this layout, in the shape of the parameter."""
+        parameter, begin = self.parameters[index], self.begins[index]
+        return _view_like(flat[begin : begin + parameter.numel()], parameter)
 
     def send(self, group: Any) -> None:
         message = torch.view_as_real(self.buffer) if self.buffer.is_complex() else self.buffer
         self.work = torch.distributed.all_reduce(message, group=group, async_op=True)
+
+
+def _padded(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
 
 
 def _view_like(piece: Tensor, parameter: Tensor) -> Tensor:
@@ -88,27 +102,27 @@ class GradientReducer:
     ) -> None:
         self._group, self._world_size, self._find_unused = group, world_size, find_unused_parameters
         named = list(named_parameters)[::-1]  # backward reaches the last registered parameters first
-        self._buckets = _lay_out([parameter for _, parameter in named], bucket_bytes)
+        self.buckets = _lay_out([parameter for _, parameter in named], bucket_bytes, world_size)
         self._used = [False] * len(named)
         self._armed = False
         self._next = 0
-        self._used_order = [p for bucket in self._buckets for p in bucket.parameters]
+        self._used_order = [p for bucket in self.buckets for p in bucket.parameters]
         names_of = {id(p): name for name, p in named}
         self._names = [names_of[id(p)] for p in self._used_order]
         index = 0
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._make_hook(index, bucket))
                 index += 1
 
     @property
     def flats(self) -> list[Tensor]:
-        """The flat gradients, one tensor a bucket: [numel], each in the dtype of its parameters."""
-        return [bucket.flat for bucket in self._buckets if bucket.parameters]
+        """The flat gradients, one tensor a bucket: [numel], in the dtype of its parameters. Padding is 0."""
+        return [bucket.flat for bucket in self.buckets if bucket.parameters]
 
     def prepare(self) -> None:
         """Zero all gradients and make every `.grad` a view into its bucket again."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.buffer.zero_()
             for parameter, view in zip(bucket.parameters, bucket.views):
                 if parameter.grad is not view:
@@ -121,7 +135,7 @@ class GradientReducer:
         """The next backward is the last of this update: send each bucket as soon as it is complete."""
         self._armed = True
 
-    def _make_hook(self, index: int, bucket: _Bucket):
+    def _make_hook(self, index: int, bucket: Bucket):
         def hook(_: Tensor) -> None:
             self._used[index] = True
             if self._armed:
@@ -133,18 +147,18 @@ class GradientReducer:
 
     def _send_complete(self) -> None:
         # In layout order on every rank, whatever order backward finishes them in; the last one waits for its flags.
-        while self._next < len(self._buckets) - 1 and self._buckets[self._next].num_waiting == 0:
-            self._buckets[self._next].send(self._group)
+        while self._next < len(self.buckets) - 1 and self.buckets[self._next].num_waiting == 0:
+            self.buckets[self._next].send(self._group)
             self._next += 1
 
     def finish(self) -> None:
         """Send what is left, wait for everything. Raises GradientMismatchError on every rank alike."""
         self._armed = False
-        last = self._buckets[-1]
+        last = self.buckets[-1]
         last.flags.copy_(torch.tensor(self._used, dtype=last.flags.dtype))
-        for bucket in self._buckets[self._next :]:
+        for bucket in self.buckets[self._next :]:
             bucket.send(self._group)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.work.wait()
             bucket.work = None
         counts = last.flags.tolist()
@@ -159,7 +173,7 @@ class GradientReducer:
                 raise GradientMismatchError(name, int(count), self._world_size)
 
 
-def _lay_out(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+def _lay_out(parameters: list[nn.Parameter], bucket_bytes: int, num_shares: int) -> list[Bucket]:
     """Buckets of at most `bucket_bytes` (one parameter at least), each of one dtype and device, in the given order.
 
     The last bucket also carries one flag a parameter: on how many ranks it got a gradient. Flags are float32, exact
@@ -179,9 +193,10 @@ def _lay_out(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]
         group.append(parameter)
         sizes[id(group)] += nbytes
     if groups and groups[-1][0].dtype == torch.float32:
-        return [_Bucket(group) for group in groups[:-1]] + [_Bucket(groups[-1], num_flags=len(parameters))]
-    flags = _Bucket([], num_flags=len(parameters))
+        last = Bucket(groups[-1], num_shares, num_flags=len(parameters))
+        return [*(Bucket(group, num_shares) for group in groups[:-1]), last]
+    flags = Bucket([], num_shares, num_flags=len(parameters))
     if groups:
         flags.buffer = flags.buffer.to(groups[0][0].device)
         flags.flat, flags.flags = flags.buffer[:0], flags.buffer
-    return [_Bucket(group) for group in groups] + [flags]
+    return [*(Bucket(group, num_shares) for group in groups), flags]

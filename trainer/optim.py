@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from trainer import sharding
 from trainer.errors import ConfigError
 from trainer.targets import get_target, nearest
 
@@ -342,7 +343,10 @@ class OptimizerReport:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state in torch's layout, `param_names` in each group. Tensors are the live ones, not copies."""
+    """The state in torch's layout, `param_names` in each group. Tensors are the live ones, not copies.
+
+    Where a parameter is sharded, so is its elementwise state: a ShardedTensor of the whole parameter's shape.
+    """
     index: dict[int, int] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -355,10 +359,29 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for key, value in optimizer.state.items():
         if isinstance(key, Tensor):
             if id(key) in index:  # state of a parameter that has left the groups belongs to no name
-                state[index[id(key)]] = dict(value)
+                state[index[id(key)]] = _described(value, key, optimizer)
         else:
             state[key] = value
     return {"state": dict(sorted(state.items(), key=lambda item: str(item[0]).zfill(9))), "param_groups": groups}
+
+
+def _described(entry: Mapping[str, Any], parameter: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of one parameter, with a description in place of each tensor that this rank holds a part of."""
+    placement = sharding.placement_of(parameter)
+    if placement is None:
+        return dict(entry)
+    cut = elementwise_names(optimizer)
+    return {
+        key: sharding.described(value, placement if key in cut and value.shape == parameter.shape else None)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in entry.items()
+    }
+
+
+def elementwise_names(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The names of the state that has one element for each element of its parameter."""
+    return getattr(optimizer, "elementwise_state", ELEMENTWISE_STATE)
 
 
 def restore_optimizer_state(
@@ -372,7 +395,8 @@ def restore_optimizer_state(
 
     Args:
         saved: torch's layout, tensors or references to them (anything with dtype and shape that `copy` understands).
-        copy: called once with (saved, tensor) pairs.
+        copy: called once with (saved, target) pairs; the target is a tensor, or a ShardedTensor where the parameter
+            is sharded and the state elementwise.
         excluded: names of parameters that were not loaded; they start fresh whatever the file has.
         model_order: the trained parameters in the model's order, for files that have indices but no names.
     Raises: ConfigError for a state whose shape does not fit its parameter. Nothing is changed then.
@@ -430,7 +454,7 @@ def _check_shapes(known: Mapping[str, Mapping], targets: Mapping[str, tuple], ex
     for name, entry in known.items():
         if name not in targets or name in excluded:
             continue
-        shape = tuple(targets[name][0].shape)
+        shape = tuple(sharding.whole_shape(targets[name][0]))
         for key, value in entry.items():
             expected = _expected_shape(key, shape)
             if expected is not None and hasattr(value, "shape") and tuple(value.shape) != expected:
@@ -462,7 +486,8 @@ def _prepared(saved: Mapping, old: Mapping, parameter: Tensor, group: Mapping, o
             ours[key] = _counter(value, parameter, group, optimizer)
             pairs.append((value, ours[key]))
         else:
-            ours[key] = _nest(value, old.get(key), parameter, pairs)
+            cut = key in elementwise_names(optimizer)
+            ours[key] = _nest(value, old.get(key), parameter, pairs, cut)
     return ours
 
 
@@ -479,9 +504,12 @@ def _counter(value: Any, parameter: Tensor, group: Mapping, optimizer: torch.opt
     return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
-def _nest(value: Any, old: Any, parameter: Tensor, pairs: list) -> Any:
+def _nest(value: Any, old: Any, parameter: Tensor, pairs: list, elementwise: bool = False) -> Any:
     if _is_tensor(value):
-        shape = tuple(value.shape)
+        # A sharded parameter's state is sharded with it, if it has an element for each of the parameter's.
+        alike = tuple(value.shape) == tuple(sharding.whole_shape(parameter))
+        placement = sharding.placement_of(parameter) if alike and elementwise else None
+        shape = tuple(parameter.shape) if placement is not None else tuple(value.shape)
         fits = (shape, value.dtype, parameter.device)
         if isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == fits:
             target = old
@@ -489,7 +517,7 @@ def _nest(value: Any, old: Any, parameter: Tensor, pairs: list) -> Any:
             target = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
         else:
             target = torch.empty(shape, dtype=value.dtype, device=parameter.device)
-        pairs.append((value, target))
+        pairs.append((value, sharding.described(target, placement)))
         return target
     if isinstance(value, Mapping):
         return {key: _nest(item, None, parameter, pairs) for key, item in value.items()}

@@ -32,6 +32,13 @@ class Placement:
         pieces = ((self.begin, values),) if self.numel else ()
         return ShardedTensor(local.dtype, self.shape, self.stride, pieces)
 
+    def cut(self, whole: Tensor) -> Tensor:
+        """These elements of a whole tensor of this shape: [numel], a view where it lies in memory as the placement says."""
+        if whole.numel() and whole.stride() != self.stride:
+            ordered = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device)
+            whole = ordered.copy_(whole)
+        return whole.as_strided((self.numel,), (1,), whole.storage_offset() + self.begin)
+
 
 def placement_of(tensor: Tensor) -> Placement | None:
     """Which elements of a whole tensor `tensor` is on this rank; None where it is whole here, as on every other rank.
@@ -54,6 +61,12 @@ def placement_of(tensor: Tensor) -> Placement | None:
     row = tensor.shape[1:].numel()
     stride = torch.empty(tensor.shape, device="meta").stride()
     return Placement(tensor.shape, stride, offset[0] * row if local.numel() else 0, local.numel())
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of what `tensor` is on all ranks together."""
+    given = getattr(tensor, "placement", None)
+    return tensor.shape if given is None else given.shape
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from trainer.lr_scheduler import adapt_scheduler, build_lr_scheduler
 from trainer.metrics import EpochMeter, GlobalSums, LocalSums
 from trainer.precision import build_precision
 from trainer.randomness import derive_seed, seed_all
+from trainer.zero import shard_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -80,18 +81,13 @@ class Trainer:
         self._parameters = [p for _, p in self._named_parameters]
         self.optimizer = self.build_optimizer(self._named_parameters)
         optim.name_parameters(self.optimizer, self._named_parameters)
+        self._reducer = self._build_reducer() if self.data_parallel_world_size > 1 else None
         optimization = self.cfg.optimization
         self.lr_scheduler = adapt_scheduler(self.build_lr_scheduler(self.optimizer), self.optimizer, optimization.lr)
         # fairseq's default window for the loss scale: the same number of micro-batches whatever the arrangement.
         window = max(1, 2**14 // self._micro_batches_per_update())
         self.precision = build_precision(common, self.device, window)
         self.ema = EMA(self.model, self.cfg.ema) if self.cfg.ema.store_ema else None
-        self._reducer = None
-        if self.data_parallel_world_size > 1:
-            find_unused = self.cfg.distributed_training.find_unused_parameters
-            self._reducer = GradientReducer(
-                self._named_parameters, self.data_parallel_process_group, self.data_parallel_world_size, find_unused
-            )
         self._sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
         self._clip_norm = optimization.clip_norm
 
@@ -123,6 +119,16 @@ class Trainer:
         """The optimizer of `cfg.optimizer` over (canonical name, parameter) pairs, in the model's order."""
         node = self.cfg.optimizer or DEFAULT_OPTIMIZER
         return optim.build_optimizer(node, named_parameters, self.cfg.optimization.lr)
+
+    def _build_reducer(self) -> GradientReducer:
+        """What adds up gradients over the ranks; with ZeRO the optimizer keeps to this rank's share of its layout."""
+        cfg, group = self.cfg.distributed_training, self.data_parallel_process_group
+        reducer = GradientReducer(
+            self._named_parameters, group, self.data_parallel_world_size, cfg.find_unused_parameters
+        )
+        if cfg.zero_sharding == "os":
+            shard_optimizer(self.optimizer, reducer, group)
+        return reducer
 
     def build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         """The schedule of `cfg.lr_scheduler`, see trainer.lr_scheduler for what it must offer."""
