@@ -62,7 +62,10 @@ def built(name: str, settings: dict, zero: bool, bucket_bytes: int):
     named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     if "fused" in settings:  # torch's fused kernels do not take complex numbers
         named = [(name, p) for name, p in named if not p.is_complex()]
-    groups = [{"params": [p for _, p in named[i::2]], "lr_scale": 1.0, **({} if i else {"weight_decay": 0.01})} for i in (0, 1)]
+    groups = [
+        {"params": [p for _, p in named[i::2]], "lr_scale": 1.0, **({} if i else {"weight_decay": 0.01})}
+        for i in (0, 1)
+    ]
     optimizer = getattr(torch.optim, name.split()[0])(groups, lr=0.01, **settings)
     optim.name_parameters(optimizer, named)
     group = torch.distributed.group.WORLD
@@ -137,7 +140,9 @@ def compare_with_plain(num_updates: int, bucket_bytes: int) -> list[str]:
             net, reducer, optimizer = built(name, settings, zero, bucket_bytes)
             norms = train(net, reducer, optimizer, range(num_updates))
             results.append([norms, dict(net.state_dict()), whole_state(optimizer)])
-        different += [f"{name}: {what}" for what, a, b in zip(("norms", "parameters", "state"), *results) if not same(a, b)]
+        different += [
+            f"{name}: {what}" for what, a, b in zip(("norms", "parameters", "state"), *results) if not same(a, b)
+        ]
     return different
 
 
