@@ -1,4 +1,4 @@
-"""The bytes of one checkpoint: write, checksum, verify, stream into tensors.
+"""The bytes of one checkpoint, file or folder: write, checksum, verify, stream into tensors.
 
 Owns: the layout of the file, its checksums, and the way of its bytes from tensors to disk and back.
 Must not know: names and folders of a run, the Trainer, the config. docs/checkpoint.md numbers what must hold.
@@ -14,8 +14,10 @@ from checkpoint_file.errors import (
     agree_on_error,
     error_kinds,
 )
+from checkpoint_file.folder_writing import write_checkpoint_folder
 from checkpoint_file.nests import ShardedTensor
-from checkpoint_file.reading import CheckpointReader, open_checkpoint, open_local_checkpoint
+from checkpoint_file.opening import open_checkpoint, open_local_checkpoint, verify_checkpoint
+from checkpoint_file.reading import CheckpointReader
 from checkpoint_file.skeleton import FORMAT_VERSION, TensorRef
 from checkpoint_file.sources import READ_METHODS
 from checkpoint_file.verifying import verify_file
@@ -37,6 +39,8 @@ __all__ = [
     "error_kinds",
     "open_checkpoint",
     "open_local_checkpoint",
+    "verify_checkpoint",
     "verify_file",
     "write_checkpoint_file",
+    "write_checkpoint_folder",
 ]
