@@ -11,6 +11,7 @@ Must not import: trainer, Hydra. The Trainer that it is given is used by its pub
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -21,7 +22,7 @@ import re
 import shutil
 import time
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Mapping
+from typing import Any, Iterable, Iterator, Mapping
 
 import checkpoint_file
 import distributed_utils
@@ -197,7 +198,8 @@ def plain_word(text: str) -> str:
 
 
 def temporary_name(filename: str) -> str:
-    return f".{filename}.{os.getpid()}.tmp"
+    """A name that no other process has, also none of another machine that writes here."""
+    return f".{filename}.{os.getpid()}{time.time_ns():020}.tmp"
 
 
 def is_temporary_name(filename: str) -> bool:
@@ -398,41 +400,94 @@ def ranked_scores(save_dir: str, metric: str) -> list[float]:
 def publish_checkpoint(state: dict[str, Any], filename: str | os.PathLike, group: Any = None) -> int:
     """Write `state` under `filename`: complete, checksummed and on the disk, or not at all. All ranks call it.
 
-    Rank 0 writes its `state`. Returns the bytes of the file (rank 0; 0 elsewhere).
+    Every rank gives its own state and writes its share of the bytes (checkpoint_file.write_checkpoint_file says what
+    must be equal). Returns the bytes of the file.
     Raises: on all ranks UnsavableValueError, CheckpointWriteError; `filename` is then what it was before.
     """
-    path = expand(filename)
-    return on_rank_0(lambda: publish(state, path), group, share=False) or 0
+    with Publication(state, filename, group) as publication:
+        publication.write()
+        return publication.finish()
 
 
-def publish(state: dict[str, Any], path: str) -> int:
-    """The steps of docs/checkpoint.md, for one process."""
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, temporary_name(name))
-    try:
-        os.makedirs(folder or ".", exist_ok=True)
-        with held(temporary):
-            nbytes = checkpoint_file.write_checkpoint_file(state, temporary)
-        os.replace(temporary, path)
-        sync_folder(folder)
+class Publication:
+    """One checkpoint between its first byte and its name: the steps of docs/checkpoint.md, by all ranks.
+
+    Making one is collective and lays the file down under a temporary name, that rank 0 chooses and holds. `write` is
+    this rank's own, `finish` collective: it gives the file its name. `close` leaves no trace of what was not finished.
+    """
+
+    def __init__(self, state: dict[str, Any], filename: str | os.PathLike, group: Any = None) -> None:
+        self.path, self._group = expand(filename), group
+        self._folder, name = os.path.split(self.path)
+        self._open, self._temporary = contextlib.ExitStack(), ""
+        try:
+            self._temporary = os.path.join(self._folder, on_rank_0(lambda: self._hold(name), group))
+            with self._errors_under_its_name():
+                self._writer = checkpoint_file.open_writer(state, self._temporary, group)
+                self._open.push(self._writer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _hold(self, name: str) -> str:
+        temporary = temporary_name(name)
+        self._temporary = os.path.join(self._folder, temporary)
+        try:
+            os.makedirs(self._folder or ".", exist_ok=True)
+            self._open.enter_context(held(self._temporary))
+        except OSError as error:
+            raise write_error(self.path, error) from error
+        return temporary
+
+    def write(self) -> None:
+        """Write this rank's share; talks to nobody. What goes wrong is raised by `finish`, on all ranks."""
+        self._writer.write()
+
+    def finish(self) -> int:
+        """Collective: make the file whole and durable, and give it its name. Returns its bytes."""
+        with self._errors_under_its_name():
+            nbytes = self._writer.finish()
+        self._open.close()  # before the rename: some mounts want it so
+        on_rank_0(self._rename, self._group, share=False)
         return nbytes
-    except OSError as error:
-        raise write_error(path, error) from error
-    except CheckpointError as error:
-        raise type(error)(path, error.problem + hint_for(error), error.record) from error
-    finally:
-        unlink(temporary)  # where the rename was reached there is none
+
+    def _rename(self) -> None:
+        try:
+            os.replace(self._temporary, self.path)
+            sync_folder(self._folder)
+        except OSError as error:
+            raise write_error(self.path, error) from error
+
+    @contextlib.contextmanager
+    def _errors_under_its_name(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            problem = error.problem + hint_for(error.problem)
+            raise type(error)(self.path, problem, error.record, error.rank) from error
+
+    def close(self) -> None:
+        self._open.close()
+        if distributed_utils.get_rank(self._group) == 0 and self._temporary:
+            unlink(self._temporary)  # where the rename was reached there is none
+
+    def __enter__(self) -> Publication:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
 def write_error(path: str, error: OSError) -> CheckpointError:
-    return CheckpointWriteError(path, f"cannot be written: {error.strerror or error}{hint_for(error)}")
+    problem = f"cannot be written: {error.strerror or error}"
+    return CheckpointWriteError(path, problem + hint_for(problem))
 
 
-def hint_for(error: BaseException) -> str:
-    cause = error if isinstance(error, OSError) else error.__cause__
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+def hint_for(problem: str) -> str:
+    """The way out of a problem, known by the system's words for it: what one rank met, all ranks must answer alike."""
+    if any(os.strerror(code) in problem for code in (errno.ENOSPC, errno.EDQUOT)):
         return ". Make room, keep fewer files (checkpoint.keep_interval_updates=N), or set checkpoint.save_dir=FOLDER"
-    if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if any(os.strerror(code) in problem for code in (errno.EACCES, errno.EPERM, errno.EROFS)):
         return ". Choose a folder that can be written with checkpoint.save_dir=FOLDER"
     return ""
 

@@ -21,7 +21,7 @@ from checkpoint_file.reading import CheckpointReader
 from checkpoint_file.skeleton import FORMAT_VERSION, TensorRef
 from checkpoint_file.sources import READ_METHODS
 from checkpoint_file.verifying import verify_file
-from checkpoint_file.writing import write_checkpoint_file
+from checkpoint_file.writing import CheckpointWriter, open_writer, write_checkpoint_file
 
 __all__ = [
     "FORMAT_VERSION",
@@ -31,6 +31,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointReader",
     "CheckpointWriteError",
+    "CheckpointWriter",
     "NotACheckpointError",
     "ShardedTensor",
     "TensorRef",
@@ -39,6 +40,7 @@ __all__ = [
     "error_kinds",
     "open_checkpoint",
     "open_local_checkpoint",
+    "open_writer",
     "verify_checkpoint",
     "verify_file",
     "write_checkpoint_file",

@@ -66,20 +66,26 @@ def agree_on_error(error: BaseException | None, group: Any = None) -> None:
 
     Other errors go through `distributed_utils.agree`: the failing rank raises its own, the others a PeerError.
     """
+    gather_agreed(error, None, group)
+
+
+def gather_agreed(error: BaseException | None, data: Any, group: Any = None) -> list[Any]:
+    """Collective. Every rank's `data`, plain values, in the order of ranks; raises as `agree_on_error` does."""
     if distributed_utils.get_world_size(group) == 1:
         if error is not None:
             raise error
-        return
+        return [data]
     own = None
     if isinstance(error, CheckpointError):
         own = (type(error).__name__, error.path, error.problem, error.record)
-    found = distributed_utils.all_gather_list((own, error is not None), group=group)
-    if any(failed and described is None for described, failed in found):
+    found = distributed_utils.all_gather_list((own, error is not None, data if error is None else None), group=group)
+    if any(failed and described is None for described, failed, _ in found):
         distributed_utils.agree(error, group)
-    for rank, (described, failed) in enumerate(found):
+    for rank, (described, failed, _) in enumerate(found):
         if failed:
             kind, path, problem, record = described
             raise error_kinds()[kind](path, problem, record, rank) from error
+    return [data for _, _, data in found]
 
 
 def cannot_read(path: str, error: OSError) -> CheckpointError:

@@ -1,6 +1,7 @@
 """What a state becomes in a file: which values may stand in it, and which ranges of memory become records.
 
-Nothing here reads or writes a byte of a tensor. docs/checkpoint.md numbers what must hold (F1, F2, F4).
+Nothing here reads or writes a byte of a tensor, or talks to another rank. docs/checkpoint.md numbers what must hold
+(F1, F2, F4).
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from checkpoint_file.errors import UnsavableValueError
-from checkpoint_file.nests import empty_storage, is_dense, leaves, map_leaves, tensor_in, type_name
+from checkpoint_file.nests import ShardedTensor, empty_storage, is_dense, map_leaves, tensor_in, type_name
 
 MAX_DEPTH = 100
 MAX_INT_BITS = 2000  # torch.load(weights_only=True) reads integers of at most 255 bytes
@@ -23,34 +25,89 @@ MAX_INT_BITS = 2000  # torch.load(weights_only=True) reads integers of at most 2
 
 @dataclass
 class PlannedRecord:
-    """One distinct range of memory that becomes one record: `parts` are flat tensors, each with its first byte."""
+    """One distinct range of memory that becomes one record: `parts` are flat tensors, each with its first byte.
+
+    sharded: the parts are this rank's pieces; otherwise they are all of the record, on every rank alike.
+    owner: the key path of the first tensor in it. itemsize: bytes of one of its elements.
+    """
 
     name: str
     nbytes: int
     parts: list[tuple[int, Tensor]] = field(default_factory=list)
     storage: torch.UntypedStorage | None = None
+    sharded: bool = False
+    owner: str = ""
+    itemsize: int = 1
 
 
-def plan_file(state: dict[str, Any], path: str) -> tuple[dict[str, Any], list[PlannedRecord]]:
-    """The state with stand-ins for its tensors (shapes and sharing, no bytes), and the records that they stand for."""
-    check_values(state, path)
-    tensors = {id(t): t for t in leaves(state, (Tensor,))}
+@dataclass
+class FilePlan:
+    """What this rank knows of a file before a byte is written.
+
+    skeleton: the state with stand-ins for its tensors (shapes and sharing, no bytes). records: in the order of their
+    numbers. lines: one for each tensor, all that the ranks of a group must agree on.
+    """
+
+    skeleton: dict[str, Any]
+    records: list[PlannedRecord]
+    lines: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(record.nbytes for record in self.records)
+
+    def pieces(self) -> np.ndarray:
+        """int64 [n, 3]: (index of the record, first byte, end) of each piece that this rank has of a sharded record."""
+        rows = [
+            (index, begin, begin + values.numel() * values.element_size())
+            for index, record in enumerate(self.records)
+            if record.sharded
+            for begin, values in record.parts
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def plan_file(state: dict[str, Any], path: str) -> FilePlan:
+    """Decide which record each tensor of the state becomes. Raises: UnsavableValueError, by key path."""
+    found = check_values(state, path)
+    tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}
+    shards = {id(leaf): leaf for _, leaf in found if isinstance(leaf, ShardedTensor)}
     stand_ins, records = lay_out(tensors)
-    skeleton = map_leaves(state, (Tensor,), lambda t: stand_ins[id(t)])
+    for key, shard in shards.items():
+        stand_ins[key] = lay_out_shard(shard, records)
+    skeleton = map_leaves(state, (Tensor, ShardedTensor), lambda leaf: stand_ins[id(leaf)])
+    record_of = {record.storage._cdata: record for record in records}
     number_of: dict[int, int] = {}  # torch.save numbers storages in the order in which it meets them
-    for stand_in in leaves(skeleton, (Tensor,)):
-        number_of.setdefault(stand_in.untyped_storage()._cdata, len(number_of))
+    lines = []
+    for keys, leaf in found:
+        made = stand_ins[id(leaf)]
+        storage = made.untyped_storage()._cdata
+        name = f"data/{number_of.setdefault(storage, len(number_of))}"
+        lines.append(f"{key_path(keys)}: {described_layout(made, name, isinstance(leaf, ShardedTensor))}")
+        if storage in record_of and not record_of[storage].name:
+            record = record_of[storage]
+            record.name, record.owner, record.itemsize = name, key_path(keys), made.element_size()
     for record in records:
-        record.name = f"data/{number_of[record.storage._cdata]}"
         record.storage = None
-    return skeleton, records
+    return FilePlan(skeleton, sorted(records, key=lambda record: int(record.name.partition("/")[2])), lines)
 
 
-def check_values(state: Any, path: str) -> None:
-    """Raise UnsavableValueError for the first value that would not come back equal in value and type."""
+def described_layout(made: Tensor, record: str, sharded: bool) -> str:
+    strides = [stride if size > 1 else 0 for stride, size in zip(made.stride(), made.shape)]
+    kind = "sharded" if sharded else "whole"
+    dtype = str(made.dtype).removeprefix("torch.")
+    return f"{kind} {dtype} {list(made.shape)}, strides {strides}, in {record} from {made.storage_offset()}"
+
+
+def check_values(state: Any, path: str) -> list[tuple[tuple, Any]]:
+    """The tensors of the state, sharded ones too, each with its keys.
+
+    Raises: UnsavableValueError for the first value that would not come back equal in value and type.
+    """
     if type(state) not in (dict, OrderedDict):
         raise UnsavableValueError(path, f"a checkpoint is a dict, not a {type_name(state)}")
     open_containers: list[int] = []
+    tensors: list[tuple[tuple, Any]] = []
 
     def walk(value: Any, keys: tuple) -> None:
         problem = leaf_problem(value)
@@ -69,6 +126,8 @@ def check_values(state: Any, path: str) -> None:
         elif type(value) in (list, tuple):
             items = enumerate(value)
         else:
+            if isinstance(value, (Tensor, ShardedTensor)):
+                tensors.append((keys, value))
             return
         open_containers.append(id(value))
         for key, item in items:
@@ -76,6 +135,7 @@ def check_values(state: Any, path: str) -> None:
         open_containers.pop()
 
     walk(state, ())
+    return tensors
 
 
 def leaf_problem(value: Any) -> str | None:
@@ -97,6 +157,8 @@ def leaf_problem(value: Any) -> str | None:
         if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
             return f"a tensor without plain values (layout {value.layout}, device {value.device})"
         return None
+    if isinstance(value, ShardedTensor):
+        return shard_problem(value)
     hint = "give it as plain dicts, lists, numbers, text and tensors"
     if kind.__module__ == "numpy" and hasattr(value, "item"):
         hint = "give it as .item()" if getattr(value, "ndim", 0) == 0 else "give it as torch.from_numpy(...)"
@@ -109,6 +171,19 @@ def leaf_problem(value: Any) -> str | None:
     elif isinstance(value, (tuple, list, dict, str, int, float)):
         hint = "give it as the plain type that it derives from"
     return f"a {type_name(value)}; {hint}"
+
+
+def shard_problem(shard: ShardedTensor) -> str | None:
+    if not is_dense(shard.shape, shard.stride):
+        return f"a sharded tensor whose strides {shard.stride} leave holes in the shape {tuple(shard.shape)}"
+    end_before = 0
+    for begin, values in shard.pieces:
+        end = begin + values.numel()
+        fits = values.dtype == shard.dtype and values.dim() == 1 and values.is_contiguous()
+        if not fits or leaf_problem(values) or not end_before <= begin <= end <= shard.shape.numel():
+            return f"a sharded tensor whose piece at {begin} is no plain {shard.dtype} range of its elements"
+        end_before = end
+    return None
 
 
 def key_path(keys: tuple) -> str:
@@ -177,6 +252,16 @@ def lay_out(tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[Planned
     twins: dict[tuple, Tensor] = {}
     stand_ins = {id(e.tensor): stand_in(e, record_of.get(id(e.tensor)), records, twins) for e in extents}
     return stand_ins, records
+
+
+def lay_out_shard(shard: ShardedTensor, records: list[PlannedRecord]) -> Tensor:
+    """A stand-in for the whole of a sharded tensor; adds its record, of which this rank has the pieces."""
+    if shard.nbytes == 0:
+        return torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
+    parts = [(begin * shard.dtype.itemsize, values.detach()) for begin, values in shard.pieces if values.numel()]
+    record = PlannedRecord("", shard.nbytes, parts, empty_storage(shard.nbytes), sharded=True)
+    records.append(record)
+    return tensor_in(record.storage, shard.dtype, 0, shard.shape, shard.stride)
 
 
 def stand_in(

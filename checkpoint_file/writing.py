@@ -1,74 +1,288 @@
-"""Writing: `torch.save` lays down a valid file with room for every record, the bytes follow at their offsets, and
-the CRC-32 of each record is put where a zip keeps it.
+"""Writing, by all ranks of a group at once: `torch.save` lays down a valid file with room for every record, each rank
+writes its share of the bytes at their offsets, and the CRC-32 of each record is put where a zip keeps it.
+
+    open_writer   collective: plans are compared, rank 0 lays down the file, all learn where the records are
+    write         this rank's share, checksums, fsync. Talks to nobody: a thread can do it
+    finish        collective: shares of ranks that do not see the file, checksums, fsync
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint_file import archive
-from checkpoint_file.archive import Place, crc32, patch_checksums, read_directory, write_all
-from checkpoint_file.errors import CheckpointWriteError
+import distributed_utils
+from checkpoint_file import archive, streaming
+from checkpoint_file.archive import Place, crc32, crc32_combine, patch_checksums, read_directory, write_all
+from checkpoint_file.errors import CheckpointError, CheckpointWriteError, agree_on_error, gather_agreed
 from checkpoint_file.nests import flat_pieces
-from checkpoint_file.planning import PlannedRecord, plan_file
+from checkpoint_file.planning import FilePlan, plan_file
+from checkpoint_file.shares import compare_plans, share_out
+
+Directory = tuple[dict[str, Place], int]  # where the records lie, and the offset of the zip's own directory
 
 
-def write_checkpoint_file(state: dict[str, Any], path: str | os.PathLike) -> int:
-    """Write `state` to exactly `path`, flushed to the disk, and return the number of bytes.
+def write_checkpoint_file(state: dict[str, Any], path: str | os.PathLike, group: Any = None) -> int:
+    """Write `state` to exactly `path`, flushed to the disk, and return the number of bytes. All ranks call it.
 
-    One process. Nothing larger than archive.CHUNK_BYTES is copied in memory. A view of a large base costs the bytes of the
-    view, an expanded tensor those of its distinct elements; tensors that share memory share it in the file.
+    state: its tensors are equal on all ranks, its ShardedTensors have each element on one rank; other values are rank
+    0's. Nothing larger than 16 MiB is copied in memory. A view of a large base costs the bytes of the view, an expanded
+    tensor those of its distinct elements; tensors that share memory share it in the file, and so do the places of one
+    ShardedTensor. A rank that does not see the folder of rank 0 sends its share to rank 0.
 
-    Raises: UnsavableValueError before a byte is written; CheckpointWriteError, leaving what was written so far.
+    Raises: on all ranks, with the rank that found it, UnsavableValueError before a byte is written;
+        CheckpointWriteError, leaving what was written so far.
     """
-    path = os.fspath(path)
-    skeleton, records = plan_file(state, path)
-    try:
-        with open(path, "wb") as file, torch.serialization.skip_data():
-            torch.save(skeleton, file)
-        del skeleton
-        fd = os.open(path, os.O_RDWR)
+    with open_writer(state, path, group) as writer:
+        writer.write()
+        return writer.finish()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The file as rank 0 laid it down; `offsets` are those of the planned records, int64 in bytes."""
+
+    nbytes: int
+    inode: int
+    pickle_place: tuple[int, int]  # offset, bytes
+    pickle_crc: int
+    offsets: bytes
+
+
+class CheckpointWriter:
+    """One file on its way to the disk. Made by `open_writer`; the rank's own step is `write`."""
+
+    def __init__(
+        self, path: str, plan: FilePlan, layout: Layout, directory: Directory, shares: list[np.ndarray], group: Any
+    ) -> None:
+        self.path, self.nbytes, self.error = path, layout.nbytes, None
+        self._directory = directory
+        self._group, self._rank = group, distributed_utils.get_rank(group)
+        self._names = [record.name for record in plan.records]
+        self._sizes = [record.nbytes for record in plan.records]
+        self._offsets = np.frombuffer(layout.offsets, dtype=np.int64)
+        self._shares, self._rows = shares, shares[self._rank]
+        self._parts = [record.parts for record in plan.records]
+        self._checksums = np.zeros(len(self._rows), dtype=np.int64)
+        self._blind: list[int] = []  # ranks that do not see the file
+        self._fd = self._look(layout)
+
+    @property
+    def own_bytes(self) -> int:
+        """What this rank writes of the tensors."""
+        return int((self._rows[:, 2] - self._rows[:, 1]).sum())
+
+    def _look(self, layout: Layout) -> int | None:
+        """The file, open, if this rank sees the one that rank 0 laid down."""
+        fd = None
         try:
-            places, directory_offset = read_directory(fd, path)
-            checksums = {place.name: place.crc for place in places.values()}
-            staging = torch.empty(
-                min(archive.CHUNK_BYTES, max((record.nbytes for record in records), default=0)), dtype=torch.uint8
+            fd = os.open(self.path, os.O_RDWR)
+            offset, nbytes = layout.pickle_place
+            stat = os.fstat(fd)
+            same = (stat.st_size, stat.st_ino) == (layout.nbytes, layout.inode)
+            if same and crc32(os.pread(fd, nbytes, offset)) == layout.pickle_crc:
+                return fd
+            self.error = (
+                CheckpointWriteError(self.path, "another file has taken its place") if self._rank == 0 else None
             )
-            for record in records:
-                checksums[record.name] = write_record(fd, places[record.name], record, staging)
-            patch_checksums(fd, places, directory_offset, checksums)
-            os.fsync(fd)
-            return os.fstat(fd).st_size
-        finally:
+        except OSError as error:  # as good as another folder, except on rank 0
+            self.error = error if self._rank == 0 else None
+        if fd is not None:
             os.close(fd)
-    except OSError as error:
-        needed = sum(record.nbytes for record in records)
-        raise CheckpointWriteError(path, f"{error.strerror or error} (writing {needed:,} bytes of tensors)") from error
+        return None
 
+    def meet(self) -> CheckpointWriter:
+        """Collective: all ranks learn which of them do not see the file."""
+        try:
+            seen = gather_agreed(self._described(self.error), self._fd is not None, self._group)
+        except BaseException:
+            self.close()
+            raise
+        self._blind = [rank for rank, sees in enumerate(seen) if not sees]
+        return self
 
-def write_record(fd: int, place: Place, record: PlannedRecord, staging: Tensor) -> int:
-    """Write the record's bytes at their place; returns their CRC-32."""
-    assert place.nbytes == record.nbytes, (place, record.nbytes)
-    checksum = 0
-    for start, part in record.parts:
-        step = max(1, archive.CHUNK_BYTES // part.element_size())
-        for begin in range(0, part.numel(), step):
-            for piece in flat_pieces(part, begin, min(begin + step, part.numel())):
-                data = memoryview(row_major_bytes(piece, staging).numpy())
+    def write(self) -> None:
+        """Write this rank's share and flush it; what goes wrong is raised by `finish`, on all ranks."""
+        if self._fd is None:
+            return
+        try:
+            self._write_rows()
+            os.fsync(self._fd)
+        except Exception as error:  # whatever it is, the other ranks wait in `finish`
+            self.error = error
+
+    def _write_rows(self) -> None:
+        for at, (index, begin, end) in enumerate(self._rows.tolist()):
+            offset, checksum = int(self._offsets[index]) + begin, 0
+            for data in row_bytes(self._parts[index], begin, end):
                 checksum = crc32(data, checksum)
-                write_all(fd, data, place.offset + start)
-                start += len(data)
-    return checksum
+                write_all(self._fd, data, offset)
+                offset += len(data)
+            self._checksums[at] = checksum
+
+    def finish(self) -> int:
+        """Collective: make the file whole. Returns its size. Raises: what failed on any rank in any step."""
+        found = [np.column_stack((self._rows, self._checksums))] if self._fd is not None else []
+        try:
+            found += self._stream()
+        except Exception as error:  # agreed right below
+            self.error = self.error or error
+        rows = np.concatenate(found) if found else np.empty((0, 4), dtype=np.int64)
+        gathered = gather_agreed(self._described(self.error), rows.tobytes(), self._group)
+        error = None
+        if self._rank == 0:
+            try:
+                self._seal(np.frombuffer(b"".join(gathered), dtype=np.int64).reshape(-1, 4))
+            except Exception as problem:  # agreed by all ranks below
+                error = problem
+        agree_on_error(self._described(error), self._group)
+        return self.nbytes
+
+    def _stream(self) -> list[np.ndarray]:
+        """Rank 0 writes the shares of the ranks that do not see the file; returns their rows with checksums."""
+        if self._rank != 0:
+            if self._rank in self._blind:
+                chunks = (d for i, begin, end in self._rows.tolist() for d in row_bytes(self._parts[i], begin, end))
+                streaming.send(chunks, self.own_bytes, self._group)
+            return []
+        found: list[np.ndarray] = []
+        for rank in self._blind:
+            rows = self._shares[rank]
+            checksums = np.zeros(len(rows), dtype=np.int64)
+            writing = self._write_received(rows, checksums)
+            next(writing)
+            try:
+                nbytes = int((rows[:, 2] - rows[:, 1]).sum())
+                streaming.receive(rank, nbytes, writing.send, self._group, refused=self.error is not None)
+            except Exception as error:  # the ranks behind this one are told to stop
+                self.error = self.error or error
+            found.append(np.column_stack((rows, checksums)))
+        if self._blind and self.error is None:
+            os.fsync(self._fd)
+        return found
+
+    def _write_received(self, rows: np.ndarray, checksums: np.ndarray) -> Iterator[None]:
+        """Takes the bytes of the rows, by `send`, cut anywhere."""
+        data = yield
+        for at, (index, begin, end) in enumerate(rows.tolist()):
+            while begin < end:
+                if not data:
+                    data = yield
+                piece, data = data[: end - begin], data[end - begin :]
+                checksums[at] = crc32(piece, int(checksums[at]))
+                write_all(self._fd, piece, int(self._offsets[index]) + begin)
+                begin += len(piece)
+        yield
+
+    def _seal(self, rows: np.ndarray) -> None:
+        """Combine the checksums of the rows and put them where the zip keeps them."""
+        places, directory_offset = self._directory
+        checksums = {place.name: place.crc for place in places.values()}
+        ends = dict.fromkeys(range(len(self._names)), 0)
+        for index, begin, end, checksum in rows[np.lexsort((rows[:, 1], rows[:, 0]))].tolist():
+            name = self._names[index]
+            assert begin == ends[index], (name, begin, ends[index])
+            checksums[name] = crc32_combine(checksums[name], checksum, end - begin) if begin else checksum
+            ends[index] = end
+        assert list(ends.values()) == self._sizes, "a byte of a record was given to no rank"
+        patch_checksums(self._fd, places, directory_offset, checksums)
+        os.fsync(self._fd)
+
+    def _described(self, error: Exception | None) -> Exception | None:
+        return write_error(self.path, error, sum(self._sizes)) if isinstance(error, OSError) else error
+
+    def close(self) -> None:
+        """Let go of the file and of the state's tensors."""
+        self._parts = []
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
-def row_major_bytes(piece: Tensor, staging: Tensor) -> Tensor:
-    """uint8 [nbytes] on the CPU: the bytes themselves where they lie in a row there, else a copy in `staging`."""
+def open_writer(state: dict[str, Any], path: str | os.PathLike, group: Any = None) -> CheckpointWriter:
+    """Collective: plan the file and lay it down under `path`. Raises: as `write_checkpoint_file`."""
+    path = os.fspath(path)
+    plan, error = None, None
+    try:
+        plan = plan_file(state, path)
+    except Exception as problem:  # agreed by all ranks right below
+        error = problem
+    pieces_of = compare_plans(plan, error, path, group)
+    layout, directory = None, ({}, 0)
+    if distributed_utils.get_rank(group) == 0:
+        try:
+            layout, directory = lay_down(plan, path)
+        except Exception as problem:  # agreed by all ranks below
+            error = write_error(path, problem, plan.nbytes) if isinstance(problem, OSError) else problem
+    plan.skeleton = {}
+    agree_on_error(error, group)
+    if distributed_utils.get_world_size(group) > 1:
+        told = vars(layout) if layout is not None else None
+        layout = Layout(**distributed_utils.broadcast_object(told, streaming.global_rank(0, group), group))
+    shares = share_out(plan, np.frombuffer(layout.offsets, dtype=np.int64), pieces_of)
+    return CheckpointWriter(path, plan, layout, directory, shares, group).meet()
+
+
+def lay_down(plan: FilePlan, path: str) -> tuple[Layout, Directory]:
+    """Write a complete, valid file around room for the records."""
+    with open(path, "wb") as file, torch.serialization.skip_data():
+        torch.save(plan.skeleton, file)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        places, directory_offset = read_directory(fd, path)
+        stat, pickle = os.fstat(fd), places["data.pkl"]
+        offsets = [checked_offset(places[record.name], record.nbytes) for record in plan.records]
+        layout = Layout(
+            nbytes=stat.st_size,
+            inode=stat.st_ino,
+            pickle_place=(pickle.offset, pickle.nbytes),
+            pickle_crc=crc32(os.pread(fd, pickle.nbytes, pickle.offset)),
+            offsets=np.array(offsets, dtype=np.int64).tobytes(),
+        )
+        return layout, (places, directory_offset)
+    finally:
+        os.close(fd)
+
+
+def checked_offset(place: Place, nbytes: int) -> int:
+    assert place.nbytes == nbytes, (place, nbytes)
+    return place.offset
+
+
+def write_error(path: str, error: OSError, nbytes: int) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    made = CheckpointWriteError(path, f"{error.strerror or error} (writing {nbytes:,} bytes of tensors)")
+    made.__cause__ = error
+    return made
+
+
+def row_bytes(parts: list[tuple[int, Tensor]], begin: int, end: int) -> Iterator[memoryview]:
+    """The bytes [begin, end) of a record, in chunks; each is valid until the next is asked for."""
+    for start, part in parts:
+        size = part.element_size()
+        low, high = max(begin - start, 0) // size, min(end - start, part.numel() * size) // size
+        step = max(1, archive.CHUNK_BYTES // size)
+        for first in range(low, high, step):
+            for piece in flat_pieces(part, first, min(first + step, high)):
+                yield memoryview(row_major_bytes(piece).numpy())
+
+
+def row_major_bytes(piece: Tensor) -> Tensor:
+    """uint8 [nbytes] on the CPU: the bytes themselves where they lie in a row there, else a copy."""
     if piece.device.type == "cpu" and piece.is_contiguous() and not piece.is_conj() and not piece.is_neg():
         return piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)  # a lone element may have any stride
-    data = staging[: piece.numel() * piece.element_size()]
+    data = torch.empty(piece.numel() * piece.element_size(), dtype=torch.uint8, device="cpu")
     data.view(piece.dtype).view(piece.shape).copy_(piece)
     return data
