@@ -7,7 +7,8 @@ Must not know: files, checkpoints, the Trainer.
 
     RuntimeError
       PeerError                 another rank failed: which, how
-      StoppedAtStartError       told to stop before all ranks had come                       status 75
+      LostStoreError            who held the store of the launch ended while the ranks gathered
+      StoppedAtStartError       told to stop before the first update                         status 75
     ValueError
       LaunchEnvironmentError    the variables of the launch contradict each other            status 2
     TypeError
@@ -110,10 +111,19 @@ class LaunchEnvironmentError(ValueError):
 
 
 class StoppedAtStartError(RuntimeError):
-    """A stop was requested while the ranks were still gathering: nothing has begun, nothing is lost."""
+    """A stop was requested by `signal_name` before this start made an update: nothing has begun, nothing is lost."""
 
     is_user_error = True
     exit_status = 75
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(f"stopped by {signal_name} before the first update; start me again")
+
+
+class LostStoreError(RuntimeError):
+    """Whoever held the store of the launch, rank 0 or the launcher, ended while the ranks were gathering."""
+
+    is_user_error = True
 
 
 class CannotSendError(TypeError):
@@ -244,12 +254,12 @@ def init_process_group(
     cfg: Any = None,
     cpu: bool = False,
     facts: LaunchFacts | None = None,
-    stop_requested: Callable[[], bool] = lambda: False,
+    store: dist.Store | None = None,
 ) -> None:
     """Join the process group of the launch that started this process. Nothing happens if there is one, or no launch.
 
-    cfg: the section distributed_training. cpu: leave accelerators alone. stop_requested: asked while the ranks gather.
-    Raises LaunchEnvironmentError, or TimeoutError naming the ranks that did not come.
+    cfg: the section distributed_training. cpu: leave accelerators alone. store: of `gather_ranks`, which is called
+    if there is none. Raises what `gather_ranks` raises.
     """
     if dist.is_initialized():
         return
@@ -257,8 +267,7 @@ def init_process_group(
     if facts is None:
         return
     cfg = cfg or DistributedTrainingConfig()
-    store = _connect(facts)
-    _gather(store, facts, min(RENDEZVOUS_S, cfg.timeout_s), stop_requested)
+    store = store or gather_ranks(cfg, facts)
     if not cpu and torch.accelerator.is_available():
         torch.accelerator.set_device_index(facts.local_rank % torch.accelerator.device_count())
     dist.init_process_group(
@@ -268,6 +277,22 @@ def init_process_group(
         world_size=facts.world_size,
         timeout=datetime.timedelta(seconds=cfg.timeout_s),
     )
+
+
+def gather_ranks(cfg: Any, facts: LaunchFacts, stop_signal: Callable[[], str | None] = lambda: None) -> dist.Store:
+    """Wait until all ranks have come, and return the store of the launch.
+
+    stop_signal: asked while the ranks gather; the name of the signal that asked for a stop, if one did.
+    Raises LaunchEnvironmentError, StoppedAtStartError on the first rank that leaves for a stop and PeerError of it on
+    the others, LostStoreError, or TimeoutError naming the ranks that did not come.
+    """
+    store = _connect(facts)
+    try:
+        _gather(store, facts, min(RENDEZVOUS_S, cfg.timeout_s), stop_signal)
+    except dist.DistError as error:
+        holder = "the launcher" if facts.store_is_agents else "rank 0"
+        raise LostStoreError(f"{holder} ended while the ranks were gathering ({error})") from error
+    return store
 
 
 def _backend(backend: str, cpu: bool) -> str:
@@ -297,26 +322,26 @@ def _connect(facts: LaunchFacts) -> dist.Store:
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _gather(store: dist.Store, facts: LaunchFacts, limit: float, stop_requested: Callable[[], bool]) -> None:
+def _gather(store: dist.Store, facts: LaunchFacts, limit: float, stop_signal: Callable[[], str | None]) -> None:
     """Return when all ranks have come. A wait inside the store would not see a signal, nor say who is missing.
 
     Whether to go or to stop is decided once, in the store: no rank goes on alone.
     """
+    _peers_store(store).set(f"pid/{facts.rank}", str(os.getpid()))  # for the neighbour's PeerWatch
     store.set(f"came/{facts.rank}", "")
     store.add("came", 1)
     begin = time.monotonic()
     while True:
         if store.add("came", 0) == facts.world_size:
             decision = store.compare_set("decision", "", "go")
-        elif stop_requested():
-            decision = store.compare_set("decision", "", "stop")
+        elif name := stop_signal():
+            decision = store.compare_set("decision", "", f"stop {name}")
         else:
             decision = store.get("decision") if store.check(["decision"]) else b""
         if decision == b"go":
             return
-        if decision == b"stop":
-            _wait_for_the_rest(store, facts)
-            raise StoppedAtStartError(f"rank {facts.rank} was told to stop before all ranks had come")
+        if decision.startswith(b"stop "):
+            _leave_stopped(store, facts, decision.decode().removeprefix("stop "))
         if time.monotonic() - begin > limit:
             absent = [rank for rank in range(facts.world_size) if not store.check([f"came/{rank}"])]
             shown = ", ".join(map(str, absent[:10])) + (f" and {len(absent) - 10} more" if len(absent) > 10 else "")
@@ -324,11 +349,17 @@ def _gather(store: dist.Store, facts: LaunchFacts, limit: float, stop_requested:
         time.sleep(0.02)
 
 
-def _wait_for_the_rest(store: dist.Store, facts: LaunchFacts) -> None:
-    """Give ranks that are still starting a chance to learn of the stop: the agent kills them once one rank has left."""
-    deadline = time.monotonic() + 5.0
-    while store.add("came", 0) < facts.world_size and time.monotonic() < deadline:
-        time.sleep(0.05)
+def _leave_stopped(store: dist.Store, facts: LaunchFacts, signal_name: str) -> NoReturn:
+    """Raise StoppedAtStartError on the first rank that comes here, on the others what that rank has published."""
+    error = StoppedAtStartError(signal_name)
+    first = _publish(_peers_store(store), Failure.of(error, facts.rank))
+    if facts.rank == 0 and not facts.store_is_agents:  # ranks that are still starting learn of the stop from our store
+        deadline = time.monotonic() + 5.0
+        while store.add("came", 0) < facts.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+    if first.rank == facts.rank:
+        raise error
+    raise PeerError(first.rank, first.class_name, first.message, first.exit_status)
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -901,10 +932,13 @@ def exit_status_of(error: BaseException) -> int:
     return 2 if any(kind.__name__ == "ConfigError" for kind in type(error).__mro__) else 1
 
 
-def publish_failure(error: BaseException | Failure) -> Failure:
-    """Make this rank's failure known to all ranks, unless another rank was first. Returns the first failure."""
+def publish_failure(error: BaseException | Failure, store: dist.Store | None = None) -> Failure:
+    """Make this rank's failure known to all ranks, unless another rank was first. Returns the first failure.
+
+    store: of the launch (`gather_ranks`), for the time before there is a process group.
+    """
     failure = error if isinstance(error, Failure) else Failure.of(error)
-    store = _failure_store()
+    store = _failure_store(store)
     if store is None:
         return failure
     try:
@@ -913,9 +947,12 @@ def publish_failure(error: BaseException | Failure) -> Failure:
         return failure
 
 
-def peer_failure() -> Failure | None:
-    """The first failure that a rank has published; None if there is none, or no process group."""
-    store = _failure_store()
+def peer_failure(store: dist.Store | None = None, run_id: str | None = None) -> Failure | None:
+    """The first failure that a rank has published; None if there is none, or no process group and no `store`.
+
+    store: of the launch, where there is no process group. run_id: of the launch, for who is none of its ranks.
+    """
+    store = _failure_store(store, run_id)
     try:
         return _published(store) if store is not None else None
     except (dist.DistError, RuntimeError):
@@ -931,15 +968,19 @@ def _published(store: dist.Store) -> Failure | None:
     return Failure(*json.loads(store.get("failure"))) if store.check(["failure"]) else None
 
 
-def _failure_store() -> dist.Store | None:
-    """Where failures are published: the store of the launch, apart from the keys of process groups."""
-    if not dist.is_initialized():
-        return None
-    store = dist.distributed_c10d._get_default_store()
+def _failure_store(store: dist.Store | None = None, run_id: str | None = None) -> dist.Store | None:
+    """Where failures are published: in the store of the launch, the process group's if none is given."""
+    if store is None and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    return None if store is None else _peers_store(store, run_id)
+
+
+def _peers_store(store: dist.Store, run_id: str | None = None) -> dist.Store:
+    """What ranks tell of themselves in the store of the launch, apart from the keys of process groups."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return dist.PrefixStore(f"peers/{attempt}", store)
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "") if run_id is None else run_id
+    return dist.PrefixStore(f"peers/{run_id}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 class PeerWatch:
@@ -950,14 +991,20 @@ class PeerWatch:
     A failure seen, it leaves the main thread `grace_s` to end by itself, then ends the process with status 1.
     """
 
-    def __init__(self, facts: LaunchFacts | None = None, interval_s: float = 1.0, grace_s: float = 2.5) -> None:
+    def __init__(
+        self,
+        facts: LaunchFacts | None = None,
+        interval_s: float = 1.0,
+        grace_s: float = 2.5,
+        store: dist.Store | None = None,
+    ) -> None:
         self._interval, self._grace = interval_s, grace_s
-        self._rank = get_rank()
+        self._rank = get_rank() if facts is None else facts.rank
         self._stop = threading.Event()
         self._said = threading.Lock()
         self._parent = os.getppid() if facts is not None and facts.started_by_agent else None
-        store = _failure_store()
-        assert store is not None, "a watch needs a process group"
+        store = _failure_store(store)
+        assert store is not None, "a watch needs a process group, or the store of the launch"
         self._main_store, self._store = store, store.clone()
         self._neighbour = self._publish_pid(facts)
         self._neighbour_fd: int | None = None

@@ -184,3 +184,37 @@ class Broken(Toy):
             loss = loss + 0 * torch.sqrt(self.model.scale - self.model.scale.detach())
         return loss, sample_size, output
 """
+
+
+EARLY_STOPS = """
+import os, signal
+from tests.resume.task import Toy
+
+class Stopped(Toy):
+    def build_dataset(self, split):
+        if split == "valid" and os.environ["STOP_IN"] == "build_dataset":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().build_dataset(split)
+
+    def upgrade_state_dict(self, state):
+        if os.environ["STOP_IN"] == "upgrade_state_dict":
+            os.kill(os.getpid(), signal.SIGINT)
+        return state
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place, name", [("build_dataset", "SIGTERM"), ("upgrade_state_dict", "SIGINT")])
+def test_a_stop_during_start_up_is_one_sentence_and_75_and_trains_nothing(trained, tmp_path, place, name, ranks):
+    (tmp_path / "early.py").write_text(EARLY_STOPS)
+    if place == "upgrade_state_dict":  # while a run is being continued
+        shutil.copytree(trained / "run", tmp_path / "run")
+    before = {path: data for path, data in everything_in(tmp_path).items() if path.endswith(".pt")}
+    several = [f"distributed_training.distributed_world_size={ranks}", "task._target_=early.Stopped"]
+    result = toy(tmp_path, *several, limit="optimization.max_update=9", env={"STOP_IN": place})
+    assert result.status == 75, result.output
+    lines = result.output.splitlines()
+    assert lines[-1] == f"fairtrain: stopped by {name} before the first update; start me again"
+    assert "Traceback" not in result.output and result.output.count("stopped by") == 1, result.output
+    assert {path: data for path, data in everything_in(tmp_path).items() if path.endswith(".pt")} == before
+    assert place == "upgrade_state_dict" or not (tmp_path / "run").exists()

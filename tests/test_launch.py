@@ -32,6 +32,12 @@ from trainer.errors import ConfigError
 from trainer.preemption import StopRequest
 
 mode, world_size = sys.argv[1], int(sys.argv[2])
+STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+if mode == "late" and "RANK" in os.environ:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # as trainer.__main__ does for the ranks of a launcher
+    os.write(1, f"started {os.environ['RANK']} {os.getpid()}\\n".encode())
+    time.sleep(3 if os.environ["RANK"] == "1" else 0)
+    os.write(1, f"joining {os.environ['RANK']}\\n".encode())
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # one write: lines of ranks do not mix
@@ -241,6 +247,32 @@ def test_a_signal_during_start_up_is_not_lost(start):
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75
     assert job.count("started") <= RANKS
+
+
+STOPPED = "fairtrain: stopped by SIGTERM before the first update; start me again\n"
+
+
+@pytest.mark.parametrize("torchrun", [False, True], ids=["our launcher", "torchrun"])
+def test_a_stop_while_the_ranks_gather_is_one_sentence_and_75(start, torchrun):
+    job = start("late", torchrun=torchrun)
+    job.wait_for("joining")
+    job.process.send_signal(signal.SIGTERM)
+    status = job.end()
+    assert job.stderr.count(STOPPED) == job.stderr.count("fairtrain: ") == 1, job.stderr
+    assert torchrun or (status == 75 and job.stderr == STOPPED)  # torchrun has its own status, and a traceback
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_killed_while_the_ranks_gather_is_one_sentence_and_1(start, killed):
+    job = start("late")
+    job.wait_for("started", RANKS)
+    job.wait_for("joining")
+    pids = {int(line.split()[1]): int(line.split()[2]) for line in job.lines if line.startswith("started")}
+    begin = time.monotonic()
+    os.kill(pids[killed], signal.SIGKILL)
+    assert job.end() == 1
+    assert time.monotonic() - begin < END_S
+    assert job.stderr == f"fairtrain: rank {killed} was killed by SIGKILL, perhaps for want of memory\n"
 
 
 def test_a_second_interrupt_ends_everything_at_once(start):

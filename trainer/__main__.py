@@ -7,6 +7,7 @@ import signal
 from typing import Any, NoReturn
 
 START_ME_AGAIN = 75
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def main() -> NoReturn:
@@ -20,12 +21,16 @@ def main() -> NoReturn:
 def take_early_signals() -> None:
     """Until training takes the signals over: a request to stop ends the process with 75, one to save is too early.
 
-    Importing torch takes seconds, in which a signal would otherwise end the process as a failure. The ranks of a launch
-    keep the defaults: whoever started them knows why it ends them.
+    Importing torch takes seconds, in which a signal would otherwise end the process as a failure. To the ranks of torchrun
+    a signal comes when they are ready to agree with the others on what to do. Other ranks keep the defaults: whoever
+    started them knows why it ends them.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, signal.SIGUSR2))
+        return
     if "RANK" in os.environ:
         return
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOPS:
         signal.signal(number, _leave_early)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 

@@ -34,6 +34,7 @@ from trainer.preemption import SIGNALS, STOPPED_STATUS, StopRequest
 BAD_INPUT_STATUS = 2
 EXPLANATION_S = 4.0  # how long a rank that lost a peer waits to learn why
 KILL_AFTER_SECOND_INTERRUPT_S = 3.0
+_RUN_ID_PREFIX = "fairtrain-"  # of a launch by `_launch_ranks`
 
 # Their message says all; a traceback would hide it. By name: no module is imported for an error that it did not raise.
 _EXPLAINED = {"ConfigError", "NonFiniteError", "LossScaleFloorError", "CheckpointError", "DatasetError"}
@@ -161,27 +162,32 @@ def _run_rank(main: Callable[[], int], distributed_cfg: Any, facts: LaunchFacts,
     """Join, train, and leave together. An error ends this process here."""
     if facts.started_by_agent:
         distributed_utils.die_with_parent()
-    watch = None
+    watch = store = None
     request = StopRequest()  # never closed: the launcher signals the others as soon as one rank has left
     try:
-        distributed_utils.init_process_group(distributed_cfg, cpu, facts, lambda: request.stop_requested)
-        watch = PeerWatch(facts)
+        store = distributed_utils.gather_ranks(distributed_cfg, facts, lambda: request.signal_name)
+        watch = PeerWatch(facts, store=store)  # from here on: connecting to a rank that dies now could take long
+        distributed_utils.init_process_group(distributed_cfg, cpu, facts, store)
         status = main()
         watch.leaving()
         distributed_utils.barrier()  # who left earlier would have the launcher end the others
         watch.stop()
         return status
     except BaseException as error:
-        _fail(error, facts, watch)
+        _fail(error, facts, watch, store)
 
 
-def _fail(error: BaseException, facts: LaunchFacts, watch: PeerWatch | None) -> NoReturn:
+def _fail(error: BaseException, facts: LaunchFacts, watch: PeerWatch | None, store: dist.Store | None) -> NoReturn:
     """Publish `error`, print it if it was the first, and end this process."""
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)  # the launcher signals the others as soon as one has left
     mine = Failure.of(error, facts.rank)
-    first = _explanation(error) or distributed_utils.publish_failure(mine)
-    if first.rank == facts.rank:
+    first = _explanation(error, store) or distributed_utils.publish_failure(mine, store)
+    if first.exit_status == STOPPED_STATUS:  # no failure: one rank says it, or our launcher, who knows who asked
+        status = STOPPED_STATUS
+        if first.rank == facts.rank and not _our_launcher_speaks():
+            report(error)
+    elif first.rank == facts.rank:
         status = report(error, facts.rank)
     else:
         status = first.exit_status
@@ -194,13 +200,17 @@ def _fail(error: BaseException, facts: LaunchFacts, watch: PeerWatch | None) -> 
     leave(status)
 
 
-def _explanation(error: BaseException) -> Failure | None:
+def _our_launcher_speaks() -> bool:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID_PREFIX)
+
+
+def _explanation(error: BaseException, store: dist.Store | None) -> Failure | None:
     """The failure of a peer that `error` follows from; None if it is this rank's own."""
     if isinstance(error, PeerError):
         return Failure.of(error)
     deadline = time.monotonic() + (EXPLANATION_S if lost_a_peer(error) else 0.0)
     while True:
-        failure = distributed_utils.peer_failure()
+        failure = distributed_utils.peer_failure(store)
         if failure is not None or time.monotonic() >= deadline:
             return failure
         time.sleep(0.1)
@@ -239,10 +249,14 @@ def _launch_ranks(world_size: int, command: list[str]) -> int:
             print(f"fairtrain: ended by {error.sigval.name}", file=sys.stderr)
             return 1
         finally:
+            told = agent.failure_of_ranks()
             rendezvous.shutdown()
     exitcodes = {rank: failure.exitcode for rank, failure in result.failures.items()}
     _explain_deaths(exitcodes)
-    return status_of_ranks(exitcodes, forwarder.ended_at_once)
+    status = status_of_ranks(exitcodes, forwarder.ended_at_once)
+    if status == STOPPED_STATUS and told is not None:  # else they saved, and rank 0 has said so
+        print(f"fairtrain: {told.message}", file=sys.stderr)
+    return status
 
 
 def _build_agent(world_size: int, command: list[str], log_dir: str, forwarder: _Forwarder) -> tuple[Any, Any]:
@@ -265,11 +279,22 @@ def _build_agent(world_size: int, command: list[str], log_dir: str, forwarder: _
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             return workers
 
+        def failure_of_ranks(self) -> Failure | None:
+            """What the first rank that failed has published for the others."""
+            group = self._worker_group
+            if group.master_port is None:  # none was started
+                return None
+            try:
+                store = dist.TCPStore(group.master_addr, group.master_port, wait_for_workers=False)
+            except dist.DistError:
+                return None
+            return distributed_utils.peer_failure(store, group.spec.rdzv_handler.get_run_id())
+
     rendezvous = get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
             endpoint="localhost:0",
-            run_id=uuid.uuid4().hex,
+            run_id=_RUN_ID_PREFIX + uuid.uuid4().hex,
             min_nodes=1,
             max_nodes=1,
             local_addr="localhost",

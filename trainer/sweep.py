@@ -127,6 +127,7 @@ class _Sweep:
         self._flags, self._child, self.stopped = flags, None, False
 
     def signals(self) -> _Signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, *PASSED_ON))  # blocked, if torchrun's variables were found
         return _Signals(self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:

@@ -46,7 +46,8 @@ def main(cfg: DictConfig, typed: Sequence[str] = ()) -> int:
     Args:
         cfg: a complete config (trainer.config.complete_config).
         typed: the overrides of the command line, to tell them from defaults in the report of a resume.
-    Raises: ConfigError, CheckpointError and StateError for bad input before the first update; whatever goes wrong later.
+    Raises: ConfigError, CheckpointError and StateError for bad input before the first update, StoppedAtStartError for a
+        stop before it; whatever goes wrong later.
     """
     with StopRequest() as requests:
         run = Run(cfg, typed, requests)
@@ -107,6 +108,7 @@ class Run:
             self.trainer.dataset(subset)
         self.folder = _together(lambda: run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed))
         _together(self._make_save_dir)
+        _together(self._leave_if_told)
         extra_state, self.itr = checkpoint_utils.load_checkpoint(cfg.checkpoint, self.trainer)
         self._check_metric()
         logs.open_file()
@@ -212,6 +214,7 @@ class Run:
         reason = self._end_reason() or self._time_reason()
         if reason is not None and not self._work_is_owed(reason):
             return self._already_finished(reason)
+        _together(self._leave_if_told)
         self._set_time_limit()
         while True:
             status = self._train_epoch()
@@ -341,6 +344,11 @@ class Run:
         return True
 
     # ---- stop ----
+
+    def _leave_if_told(self) -> None:
+        """A stop that was asked for before the first update needs no save."""
+        if self.requests.stop_requested:
+            raise distributed_utils.StoppedAtStartError(self.requests.signal_name)
 
     def _stop(self) -> int:
         num_updates = self.trainer.get_num_updates()
