@@ -135,6 +135,7 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
         times, nbytes = measure(size, args.rounds)
         if rank == 0:
             _print(args.ranks, size, times, nbytes)
+    dist.barrier()  # nobody leaves while a peer still reads from it
     dist.destroy_process_group()
 
 

@@ -158,6 +158,11 @@ class EMA:
         if self._others:
             torch._foreach_copy_(list(self._copies.values()), list(self._others.values()))
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """The tensors that are copied and not averaged: as with the buffers they come from, ranks may differ in them."""
+        return list(self._copies.values())
+
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -462,7 +462,7 @@ class Trainer:
     def _sync_buffers(self) -> None:
         """Take rank 0's buffers if training changed any since the last time, as all ranks learned with the sums."""
         if self._sums.buffers_changed:
-            self._follow_rank_0(self._buffers())
+            self._follow_rank_0([*self._buffers(), *(self.ema.copies if self.ema is not None else ())])
             self._remember_buffers()
             self._sums.buffers_changed = False
 
