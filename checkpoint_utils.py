@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any, Iterable, Iterator, Literal, Mapping
 
 import checkpoint_file
 import distributed_utils
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 RESET_FLAGS = ("reset_optimizer", "reset_lr_scheduler", "reset_dataloader", "reset_meters")
 SAVED_SETTINGS = (*RESET_FLAGS, "best_checkpoint_metric", "maximize_best_checkpoint_metric")
+PART_SETTINGS = ("load_include", "load_exclude", "load_rename", "load_shape_mismatch", "load_expected_count")
 ABANDONED = "abandoned"
 
 
@@ -118,6 +119,24 @@ class CheckpointConfig:
         default="auto",
         metadata={"help": "auto, mmap or pread: how bytes come from the file; auto reads by offset, which is the fastest"},
     )
+    load_include: Any = field(
+        default_factory=list,
+        metadata={"help": "of restore_file and finetune_from_model take only tensors whose name one of these patterns finds; []: all"},
+    )
+    load_exclude: Any = field(
+        default_factory=list, metadata={"help": "… and leave out those whose name one of these patterns finds; []: none"}
+    )
+    load_rename: Any = field(
+        default_factory=list,
+        metadata={"help": "… after renaming them, each by every `pattern -> replacement` in turn; []: no other names"},
+    )
+    load_shape_mismatch: Literal["error", "skip", "slice"] = field(
+        default="error",
+        metadata={"help": "a tensor of another shape: error, skip (it starts fresh), slice (the common part is taken)"},
+    )
+    load_expected_count: int = field(
+        default=0, metadata={"help": "tensors of model and criterion that must be taken, or the run is refused; 0: any number"}
+    )
 
     def problems(self) -> list[str]:
         """Sentences on values that cannot work."""
@@ -136,6 +155,8 @@ class CheckpointConfig:
             found.append("checkpoint.save_dir is empty: name a folder, or write nothing with checkpoint.no_save=true")
         if restore_wish(self) and self.finetune_from_model:
             found.append(TWO_WISHES)
+        if self.load_expected_count < 0:
+            found.append(f"checkpoint.load_expected_count={self.load_expected_count}: must be 0 (any) or above")
         return found
 
 
@@ -836,12 +857,15 @@ def continue_from(cfg: Any, trainer: Any, choice: Choice, saved: Mapping[str, An
     resets, done = resets_to_apply(cfg, choice, saved)
     for flag in done:
         logger.info("checkpoint.%s: already applied in this run, so not again", flag)
+    # What was left out when the run began is in its own checkpoints since.
+    whole = {"whole": True} if choice.source == "own" and takes_a_part(cfg) else {}
     extra_state = trainer.load_checkpoint(
         choice.path,
         reset_optimizer=resets["reset_optimizer"],
         reset_lr_scheduler=resets["reset_lr_scheduler"],
         optimizer_overrides=cfg.optimizer_overrides or None,
         reset_meters=resets["reset_meters"],
+        **whole,
     )
     forget_other_metric(cfg, trainer, saved)
     epoch_itr, error = None, None
@@ -858,6 +882,11 @@ def continue_from(cfg: Any, trainer: Any, choice: Choice, saved: Mapping[str, An
     num_updates = trainer.get_num_updates()
     on_rank_0(lambda: put_aside(cfg, choice, num_updates), group)
     return extra_state, epoch_itr
+
+
+def takes_a_part(cfg: Any) -> bool:
+    """Whether the config leaves something of a checkpoint out, or takes it under other names."""
+    return any(getattr(cfg, name) != getattr(CheckpointConfig(), name) for name in PART_SETTINGS)
 
 
 def forget_other_metric(cfg: Any, trainer: Any, saved: Mapping[str, Any]) -> None:

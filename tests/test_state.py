@@ -30,7 +30,7 @@ class Grows(nn.Module):
 
 def fill(module: nn.Module, saved: dict) -> None:
     with torch.no_grad():
-        for source, target in plan_module(module, saved, "a.pt", "model"):
+        for source, target in plan_module(module, saved, "a.pt", "model").pairs:
             target.copy_(source)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import distributed_utils
+from trainer.partial_state import WHOLE, Selection
 
 # Keys of extra_state that are the Trainer's; all others are the caller's and come back from a load.
 OWN_EXTRA_STATE = frozenset(
@@ -90,6 +91,16 @@ class LoadReport:
     dropped: list[str] = field(default_factory=list)
     saved_cfg: dict = field(default_factory=dict)
 
+    def add_module(self, plan: ModulePlan) -> None:
+        """Take over what was taken of the model, what starts fresh and what the file has besides."""
+        self.restored.append(f"model ({len(plan.taken)} tensors)")
+        if plan.slices:
+            self.restored.append(f"a part of {len(plan.slices)} tensors of another shape")
+        if plan.fresh:
+            self.fresh.append(f"{len(plan.fresh)} tensors of the model ({_first(plan.fresh)})")
+        if plan.left:
+            self.dropped.append(f"{len(plan.left)} tensors of the file ({_first(plan.left)})")
+
     def add_optimizer(self, report: Any) -> None:
         """Take over what optim.restore_optimizer_state says of parameters without a match."""
         self.restored.append("optimizer")
@@ -147,24 +158,73 @@ def check_classes(
 # ---- modules ----
 
 
-def plan_module(module: nn.Module, saved: Mapping[str, Any], path: str, part: str) -> list[tuple[Any, Tensor]]:
-    """Pairs (saved tensor, tensor of `module`) that fill all of it. Buffers take the shape that was saved.
+@dataclass
+class ModulePlan:
+    """What a module takes from a saved state: pairs (saved tensor, own tensor), whole ones and ones of another shape.
+
+    taken, fresh: names of the module. left: names that the file has and nobody takes.
+    """
+
+    pairs: list[tuple[Any, Tensor]] = field(default_factory=list)
+    slices: list[tuple[Any, Tensor]] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def plan_module(
+    module: nn.Module, saved: Mapping[str, Any], path: str, part: str, selection: Selection = WHOLE, prefix: str = ""
+) -> ModulePlan:
+    """What fills `module`, or the part of it that `selection` asks for. Buffers take the shape that was saved.
 
     Raises: ModelMismatchError with all missing, unexpected and differently shaped names at once.
     """
-    _make_room_for_buffers(module, saved)
+    tensors = selection.tensors({name: value for name, value in saved.items() if hasattr(value, "shape")}, prefix)
+    _make_room_for_buffers(module, tensors)
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    tensors = {name: value for name, value in saved.items() if hasattr(value, "shape")}
-    missing = [name for name in own if name not in tensors]
-    unexpected = [name for name in tensors if name not in own]
+    other_shape = [n for n in own if n in tensors and tuple(tensors[n].shape) != tuple(own[n].shape)]
+    sliced = []
+    if selection.shape_mismatch == "slice":
+        sliced = [name for name in other_shape if len(tensors[name].shape) == own[name].dim()]
+    skipped = other_shape if selection.shape_mismatch == "skip" else []
     shapes = [
         f"{name} (file {list(tensors[name].shape)}, here {list(own[name].shape)})"
-        for name in own
-        if name in tensors and tuple(tensors[name].shape) != tuple(own[name].shape)
+        for name in other_shape
+        if name not in sliced and name not in skipped
     ]
+    missing = [name for name in own if name not in tensors and selection.takes(prefix + name)]
+    unexpected = [name for name in tensors if name not in own]
     if missing or unexpected or shapes:
-        raise ModelMismatchError(path, part, missing, unexpected, shapes, _hint(missing, unexpected))
-    return [(tensors[name], own[name]) for name in own]
+        hint = _hint(missing, unexpected) or _shape_hint(other_shape, prefix)
+        raise ModelMismatchError(path, part, missing, unexpected, shapes, hint)
+    whole = [name for name in own if name in tensors and name not in other_shape]
+    return ModulePlan(
+        pairs=[(tensors[name], own[name]) for name in whole],
+        slices=[(tensors[name], own[name]) for name in sliced],
+        taken=whole,
+        fresh=[name for name in own if name not in whole],
+        left=[name for name in saved if selection.name_here(prefix + name)[len(prefix) :] not in tensors] + skipped,
+    )
+
+
+def _shape_hint(names: list[str], prefix: str) -> str:
+    """How to go on without the tensors that have another shape."""
+    if not names:
+        return ""
+    escaped = [(prefix + name).replace(".", "[.]") for name in names[:3]]
+    patterns = ", ".join(f'"^{name}$"' for name in escaped)
+    more = "" if len(names) <= 3 else " and so on"
+    return (
+        f"To leave them out{more}, add: 'checkpoint.load_exclude=[{patterns}]' or checkpoint.load_shape_mismatch=skip "
+        "(slice takes the part that both have)"
+    )
+
+
+def copy_common_part(source: Tensor, target: Tensor) -> None:
+    """Copy what both have, from index 0 on in each dimension; the rest of `target` stays."""
+    part = tuple(slice(0, min(a, b)) for a, b in zip(source.shape, target.shape))
+    with torch.no_grad():
+        target[part].copy_(source[part])
 
 
 def _make_room_for_buffers(module: nn.Module, saved: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from trainer.ema import EMA
 from trainer.errors import ConfigError, NonFiniteError
 from trainer.lr_scheduler import adapt_scheduler, build_lr_scheduler
 from trainer.metrics import EpochMeter, GlobalSums, LocalSums
+from trainer.partial_state import WHOLE, Selection, selection_of
 from trainer.precision import build_precision
 from trainer.randomness import derive_seed, seed_all
 from trainer.zero import shard_optimizer
@@ -52,6 +53,7 @@ class Trainer:
         self.cfg = complete_config(cfg, type(self))
         common = self.cfg.common
         self._seed = common.seed
+        self._selection = selection_of(self.cfg.checkpoint)
         self._start_time = time.monotonic()
         self._previous_training_time = 0.0
         self.data_parallel_rank = distributed_utils.get_rank()
@@ -567,11 +569,13 @@ class Trainer:
         reset_lr_scheduler: bool = False,
         optimizer_overrides: Mapping | str | None = None,
         reset_meters: bool = False,
+        whole: bool = False,
     ) -> dict:
         """Continue from `filename`; returns its extra_state. All ranks call it, and all raise if one of them fails.
 
         The flags: `reset_optimizer` drops the moments, `reset_lr_scheduler` the schedule's own state, `reset_meters`
-        meters, best score and patience; nothing else. `optimizer_overrides` replaces hyperparameters.
+        meters, best score and patience; nothing else. `optimizer_overrides` replaces hyperparameters. `whole` takes
+        all of the file whatever checkpoint.load_* says, as a run does that goes on from its own checkpoint.
         Raises: CheckpointError (missing, damaged), state.ModelMismatchError, state.ClassMismatchError.
         """
         with self._open(filename) as reader:
@@ -581,9 +585,13 @@ class Trainer:
             state.check_classes(
                 entry, self.criterion, self.optimizer, self.lr_scheduler, filename, reset_optimizer, reset_lr_scheduler
             )
-            self._load_model_state(saved, reader, filename, report)
-            self._load_optimizer(saved, reader, reset_optimizer, optimizer_overrides, report)
-            self._load_ema(saved, reader, report)
+            selection = WHOLE if whole else self._selection
+            fresh = self._load_model_state(saved, reader, filename, report, selection)
+            if saved.get("last_optimizer_state") is not None:
+                saved["last_optimizer_state"] = selection.optimizer_state(saved["last_optimizer_state"])
+            self._load_optimizer(saved, reader, reset_optimizer, optimizer_overrides, report, fresh)
+            ema = selection.tensors(saved["extra_state"].get("ema") or {})
+            self._load_ema({name: value for name, value in ema.items() if name not in fresh}, reader, report)
             self.set_num_updates(int(entry.get("num_updates", 0)))
             report.num_updates = self._num_updates
             self.lr_scheduler.load_state_dict({} if reset_lr_scheduler else entry.get("lr_scheduler_state") or {})
@@ -604,7 +612,7 @@ class Trainer:
         with self._open(filename) as reader:
             saved = self.upgrade_state_dict(reader.skeleton)
             self.load_report = state.LoadReport(path=filename, saved_cfg=saved.get("cfg") or {})
-            self._load_model_state(saved, reader, filename, self.load_report)
+            self._load_model_state(saved, reader, filename, self.load_report, self._selection)
         if self.ema is not None:
             self.ema.restore(None, _copy_nothing)
         self._remember_buffers()
@@ -615,19 +623,29 @@ class Trainer:
             filename, group, cfg.load_checkpoint_on_all_dp_ranks, read_method=cfg.read_method
         )
 
-    def _load_model_state(self, saved: dict, reader: Any, filename: str, report: state.LoadReport) -> None:
-        modules = [("model", self.model)]
+    def _load_model_state(
+        self, saved: dict, reader: Any, filename: str, report: state.LoadReport, selection: Selection
+    ) -> list[str]:
+        """Fill model and criterion; returns the names of what was not taken as it is, which starts fresh."""
+        modules = [("model", "", self.model)]
         if isinstance(self.criterion, nn.Module):
-            modules.append(("criterion", self.criterion))
-        pairs = []
-        for key, module in modules:
-            pairs += state.plan_module(module, saved.get(key) or {}, filename, key)
-        reader.copy(pairs)
-        for key, module in modules:
+            modules.append(("criterion", "criterion.", self.criterion))
+        plans = [
+            state.plan_module(module, saved.get(key) or {}, filename, key, selection, prefix)
+            for key, prefix, module in modules
+        ]
+        selection.check_count(sum(len(plan.taken) + len(plan.slices) for plan in plans), filename)
+        reader.copy([pair for plan in plans for pair in plan.pairs])
+        for source, target in (pair for plan in plans for pair in plan.slices):
+            state.copy_common_part(reader.materialize(source), target)
+        for key, _, module in modules:
             state.load_module_extras(module, saved.get(key) or {}, reader.materialize)
-        report.restored.append(f"model ({len(saved['model'])} tensors)")
+        report.add_module(plans[0])
+        return [prefix + name for (_, prefix, _), plan in zip(modules, plans) for name in plan.fresh]
 
-    def _load_optimizer(self, saved: dict, reader: Any, reset: bool, overrides: Any, report: state.LoadReport) -> None:
+    def _load_optimizer(
+        self, saved: dict, reader: Any, reset: bool, overrides: Any, report: state.LoadReport, fresh: list[str]
+    ) -> None:
         saved_optimizer = saved.get("last_optimizer_state")
         if saved_optimizer is None and not reset:
             logger.warning("%s holds no optimizer state: moments start from zero", report.path)
@@ -638,7 +656,7 @@ class Trainer:
         elif saved_optimizer is not None:
             order = [name for name, _ in self._named_parameters]
             report.add_optimizer(
-                optim.restore_optimizer_state(self.optimizer, saved_optimizer, reader.copy, model_order=order)
+                optim.restore_optimizer_state(self.optimizer, saved_optimizer, reader.copy, fresh, model_order=order)
             )
         if overrides:
             new_lr = optim.apply_optimizer_overrides(self.optimizer, optim.parse_overrides(overrides))
@@ -648,7 +666,7 @@ class Trainer:
     def _load_ema(self, saved: dict, reader: Any, report: state.LoadReport) -> None:
         if self.ema is None:
             return
-        restored = self.ema.restore(saved["extra_state"].get("ema"), reader.copy)
+        restored = self.ema.restore(saved, reader.copy)
         if restored.restored:
             report.restored.append("ema")
             report.fresh += [f"ema of {name}" for name in restored.missing]
