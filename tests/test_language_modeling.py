@@ -108,6 +108,31 @@ def test_caches_hidden_files_and_the_order_of_the_folder_change_nothing(folder, 
     assert open_split("train", str(folder), 10, patterns=["*.txt"]).fingerprint() == before
 
 
+def test_files_that_are_no_text_are_left_out_in_one_line_unless_patterns_name_them(folder, caplog):
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.txt"))
+    only = {"block_length": 10, "valid_fraction": 0.2}
+    before = open_split("train", str(folder), patterns=["*.txt"], **only).fingerprint()
+    for path in folder.rglob("*"):
+        if path.is_file() and str(path.relative_to(folder)) not in names:
+            path.unlink()
+    (folder / "picture.png").write_bytes(b"\x89PNG" + bytes(range(256)))
+    (folder / "numbers.npy").write_bytes(b"x" * 8000 + b"\0")
+    (folder / "late.bin").write_bytes(b"x" * 8192 + b"\0")  # looks like text as far as one looks
+    with caplog.at_level("INFO"):
+        mixed = [open_split(split, str(folder), **only) for split in ("train", "valid")]
+    assert caplog.text.count("2 of") == 1 and "task.patterns=['*'] reads all" in caplog.text
+    (folder / "late.bin").unlink()
+    assert open_split("train", str(folder), **only).fingerprint() == before
+    everything = sum(len(open_split(split, str(folder), patterns=["*"], **only).tokens) for split in ("train", "valid"))
+    assert everything > sum(len(part.tokens) for part in mixed) - 8194
+
+
+def test_a_folder_without_any_text_is_refused_with_the_override(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(100))
+    with pytest.raises(ConfigError, match="none of the 1 files .* is text.*task.patterns="):
+        open_split("train", str(tmp_path), 10)
+
+
 def test_a_pattern_may_name_a_folder(folder):
     assert find_files(folder, ["part1/*"]) == [
         name for name in find_files(folder, ["*.txt"]) if name.startswith("part1/")

@@ -90,6 +90,16 @@ def test_an_unknown_end_gives_no_time_left_and_odd_numbers_are_shown():
     assert stream.getvalue().splitlines()[-1] == "update 70 epoch 2 loss nan lr 1.0e-04 2 samples/s"
 
 
+def test_throughput_has_the_unit_of_the_task():
+    shown = {}
+    for log_format in ("simple", "json"):
+        stream, clock = io.StringIO(), Clock()
+        with Progress(10, log_format, stream=stream, clock=clock, unit="tokens") as progress:
+            play(progress, clock, 1, 10, 1.0)
+        shown[log_format] = stream.getvalue().splitlines()[-1]
+    assert " 64 tokens/s " in shown["simple"] and json.loads(shown["json"])["tokens_per_second"] == 64.0
+
+
 def test_a_validation_is_a_line_of_its_own():
     stream = io.StringIO()
     with Progress(10, stream=stream, num_updates=5) as progress:
@@ -329,3 +339,40 @@ def test_a_dumb_terminal_and_simple_get_lines(tmp_path, setting):
         tmp_path,
     )
     assert status == 0 and len(output.splitlines()) == 20 and "\x1b" not in output
+
+
+STOPPING = """
+import os, signal
+from tests.resume.task import Toy
+
+class Stopping(Toy):
+    def lr_step_update(self):
+        super().lr_step_update()
+        if self.get_num_updates() == 3 and self.log is not None and "STOP" in os.environ:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("log_format", ["rich", "simple"])
+def test_the_last_words_of_a_run_come_behind_its_progress(tmp_path, log_format):
+    (tmp_path / "stopping.py").write_text(STOPPING)
+    shown = {}
+    for way in ("stopped", "done", "finished"):
+        output, status = run_on_terminal(
+            f"""
+            os.environ["{"STOP" if way == "stopped" else "GO"}"] = "1"
+            sys.path[:0] = [sys.argv[1], os.getcwd()]
+            from trainer import cli
+            run_dir = "run_dir=" + sys.argv[1] + "/run"
+            task = ["+task._target_=stopping.Stopping", "task_name=toy", run_dir, "common.cpu=true"]
+            limits = ["optimization.max_update=6", "optimization.lr=0.01", "dataset.batch_size=4"]
+            sys.exit(cli.run([*task, *limits, "common.log_format={log_format}"]))
+            """,
+            tmp_path,
+        )
+        assert status == (75 if way == "stopped" else 0), output
+        shown[way] = [line for line in screen(output) if line]
+    assert shown["stopped"][-1].startswith("stopped by request at update ")
+    (done,) = [i for i, line in enumerate(shown["done"]) if line.startswith("done: ")]
+    assert not any("/6 " in line for line in shown["done"][done:]) and shown["done"][-1].startswith("train on: ")
+    assert shown["finished"][-1].startswith("this run is finished")

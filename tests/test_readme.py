@@ -202,7 +202,7 @@ def tables() -> str:
         "model": ["dit_s_8", "transformer_lm"],
         "criterion": ["diffusion", "cross_entropy"],
         "optimizer": ["adamw", "adam", "sgd", "adafactor"],
-        "lr_scheduler": ["fixed", "cosine", "inverse_sqrt", "polynomial_decay", "tri_stage", "reduce_lr_on_plateau"],
+        "lr_scheduler": ["fixed", "cosine", "inverse_sqrt", "polynomial_decay", "tri_stage", "wsd", "reduce_lr_on_plateau"],
     }.items():
         for option in options:
             path = ROOT / "configs" / group / f"{option}.yaml"
@@ -216,6 +216,12 @@ def tables() -> str:
 def page_with_tables() -> str:
     before, rest = CONFIG_PAGE.read_text().split(BEGIN)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.split(END)[1]}"
+
+
+def test_every_schedule_has_its_table():
+    text = CONFIG_PAGE.read_text()
+    missing = [p.stem for p in (ROOT / "configs" / "lr_scheduler").glob("*.yaml") if f"### lr_scheduler={p.stem}\n" not in text]
+    assert not missing
 
 
 def test_the_tables_of_the_config_are_those_of_the_source():

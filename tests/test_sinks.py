@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +85,17 @@ def test_the_event_file_of_a_session_stands_behind_those_before_whatever_the_clo
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     write_run(tmp_path, 6, start=3, cfg=cfg).close()
     assert raw_steps(tmp_path / "tb", "train/loss") == [1, 2, 3, 4, 5, 6]
+
+
+@tensorboard
+@pytest.mark.parametrize(
+    "logdir, place",
+    [("tb", "run/tb"), ("run/tb", "run/tb"), ("{}/run/tb", "run/tb"), ("../tb", "tb"), ("{}/tb", "tb")],
+)
+def test_a_relative_folder_is_one_in_the_folder_of_the_run(tmp_path, monkeypatch, logdir, place):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("run"), 3, cfg=common(tensorboard_logdir=logdir.format(tmp_path))).close()
+    assert {path.parent.resolve() for path in tmp_path.rglob("events*")} == {tmp_path / place}
 
 
 @tensorboard

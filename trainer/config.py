@@ -92,7 +92,8 @@ class CommonConfig:
         metadata={"help": "progress on the screen: auto (rich on a terminal, else simple), rich, simple, json, none"},
     )
     tensorboard_logdir: Optional[str] = dataclasses.field(
-        default=None, metadata={"help": "folder of the TensorBoard events; null: none are written", "path": True}
+        default=None,
+        metadata={"help": "folder of the TensorBoard events, from run_dir on; null: none are written", "path": True},
     )
     wandb_project: Optional[str] = dataclasses.field(
         default=None, metadata={"help": "project of Weights & Biases; null: nothing is sent"}

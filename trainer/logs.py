@@ -205,9 +205,11 @@ class RunLog:
     def _build_tensorboard(self, logdir: str | None) -> TensorBoard | None:
         if not logdir:
             return None
-        folder = self.run_dir / Path(logdir).expanduser()  # an absolute one stays
+        folder, run_dir = Path(logdir).expanduser(), self.run_dir.resolve()
+        if not folder.resolve().is_relative_to(run_dir):  # ${run_dir}/tb is in it already
+            folder = self.run_dir / folder  # an absolute one stays
         # Outside its folder a run only ever cuts files that carry its own name: others may write there too.
-        inside = folder.resolve().is_relative_to(self.run_dir.resolve())
+        inside = folder.resolve().is_relative_to(run_dir)
         return TensorBoard(folder, "fairtrain" if inside else f"fairtrain-{self._folder_id()}")
 
     def _folder_id(self) -> str:

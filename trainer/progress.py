@@ -22,7 +22,7 @@ from trainer.logs import encode_line
 
 LOG_FORMATS = ("auto", "rich", "simple", "json", "none")
 
-_WINDOW_SECONDS = 10.0  # samples/s is that of so many last seconds
+_WINDOW_SECONDS = 10.0  # the throughput is that of so many last seconds
 
 
 @dataclass
@@ -33,8 +33,9 @@ class Snapshot:
     total_updates: int | None
     epoch: int
     stats: Mapping[str, Any]
-    samples_per_second: float | None
+    throughput: float | None  # samples, or what else `unit` counts, in a second
     eta: float | None
+    unit: str = "samples"
 
 
 class View(Protocol):
@@ -60,6 +61,7 @@ class Progress:
         log_format: auto (rich on a terminal, else simple), rich, simple, json, none.
         num_updates: where this session begins.
         num_samples: samples of the update on all ranks; without it, stats["sample_size"] is taken.
+        unit: what that counts.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class Progress:
         num_updates: int = 0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        unit: str = "samples",
     ) -> None:
-        self._total = total_updates or None
+        self._total, self._unit = total_updates or None, unit
         self._clock = clock
         self._view = _build_view(log_format, rank, stream or sys.stderr)
         num_lines = self._view.num_lines if self._view else 0
@@ -107,7 +110,8 @@ class Progress:
         self._points.append((now, self._num_samples))
         while len(self._points) > 2 and now - self._points[1][0] >= _WINDOW_SECONDS:
             self._points.popleft()
-        snapshot = Snapshot(num_updates, self._total, epoch, stats, self._throughput(), self._eta(num_updates, now))
+        rate, eta = self._throughput(), self._eta(num_updates, now)
+        snapshot = Snapshot(num_updates, self._total, epoch, stats, rate, eta, self._unit)
         self._next_time = now + self._view.seconds
         self._write(lambda view: view.show(snapshot))
         self._next_update = sys.maxsize if self._step is None else (num_updates // self._step + 1) * self._step
@@ -190,9 +194,9 @@ def _format_numbers(snapshot: Snapshot) -> str:
         value = snapshot.stats.get(name)
         if value is not None:
             parts.append(f"{name} {value:{spec}}")
-    rate = snapshot.samples_per_second
+    rate = snapshot.throughput
     if rate is not None:
-        parts.append(f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s")
+        parts.append(f"{rate:,.0f} {snapshot.unit}/s" if rate >= 10 else f"{rate:.2g} {snapshot.unit}/s")
     if snapshot.total_updates is not None:
         parts.append(f"eta {format_seconds(snapshot.eta)}")
     return " ".join(parts)
@@ -234,7 +238,7 @@ class _JsonView(_LineView):
     def show(self, snapshot: Snapshot) -> None:
         record = {"event": "progress", "epoch": snapshot.epoch, "num_updates": snapshot.num_updates}
         record |= {"total_updates": snapshot.total_updates, **snapshot.stats}
-        record |= {"samples_per_second": snapshot.samples_per_second, "eta": snapshot.eta}
+        record |= {f"{snapshot.unit}_per_second": snapshot.throughput, "eta": snapshot.eta}
         self._print(encode_line(record).decode().rstrip())
 
     def say(self, text: str, record: Mapping[str, Any]) -> None:

@@ -117,7 +117,8 @@ class Run:
         num_updates = self.trainer.get_num_updates()
         self.log.cut_after(num_updates)
         self._report_start(extra_state)
-        self.progress = Progress(self._total_updates(), cfg.common.log_format, distributed_utils.get_rank(), num_updates)
+        rank, unit = distributed_utils.get_rank(), self.trainer.sample_unit
+        self.progress = Progress(self._total_updates(), cfg.common.log_format, rank, num_updates, unit=unit)
 
     def _make_save_dir(self) -> None:
         """Find out now that checkpoints can be written, not at the first save."""
@@ -354,6 +355,7 @@ class Run:
         num_updates = self.trainer.get_num_updates()
         if not self._save(None, stopping=True):
             raise RuntimeError(f"stopped by request at update {num_updates}; nothing was saved (checkpoint.no_save=true)")
+        self.progress.close()  # nothing comes behind the last words
         logger.info("stopped by request at update %d, checkpoint saved: start the same command to go on", num_updates)
         return START_ME_AGAIN
 
@@ -386,6 +388,7 @@ class Run:
         num_updates = self.trainer.get_num_updates()
         if not distributed_utils.broadcast_object(self.log.is_done(num_updates)):  # killed during its last words
             return self._finish(reason)
+        self.progress.close()
         logger.info(
             "this run is finished: %s is reached (update %d, %s). To go on, type a higher limit, for example: %s",
             reason,

@@ -49,6 +49,8 @@ class Trainer:
     Raises: ConfigError with all that is wrong in `cfg`.
     """
 
+    sample_unit = "samples"  # what `sample_size` counts, as the progress on the screen calls it
+
     def __init__(self, cfg: Any, model: nn.Module | None = None, criterion: nn.Module | None = None) -> None:
         self.cfg = complete_config(cfg, type(self))
         common = self.cfg.common

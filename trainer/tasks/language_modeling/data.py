@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,11 @@ from torch import Tensor
 from trainer.errors import ConfigError
 from trainer.randomness import derive_seed
 
+logger = logging.getLogger(__name__)
+
 BYTE_VOCABULARY = 256
 END_OF_FILE = b"\0"
+LOOKED_AT_BYTES = 8192
 CHECKED_TOKENS = 1 << 24  # ids of a token file that are looked at when it is opened; blocks check the rest when read
 _LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}  # of the standard library
 
@@ -148,8 +152,8 @@ def standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _patterns(source: str | None, patterns: Sequence[str] | None) -> Sequence[str]:
-    return patterns or (["*.py"] if source is None else ["*"])
+def _patterns(source: str | None, patterns: Sequence[str] | None) -> Sequence[str] | None:
+    return patterns or (["*.py"] if source is None else None)
 
 
 def find_files(folder: Path, patterns: Sequence[str]) -> list[str]:
@@ -183,11 +187,15 @@ def held_out(names: Sequence[str], fraction: float) -> set[str]:
     return chosen if len(chosen) < len(names) else set(ordered[:-1])
 
 
-def _folder_tokens(folder: Path, is_train: bool, split: bool, fraction: float, patterns: Sequence[str]) -> np.ndarray:
-    """The bytes of one side's files, in the order of their names. uint8 [N]"""
-    names = find_files(folder, patterns)
+def _folder_tokens(
+    folder: Path, is_train: bool, split: bool, fraction: float, patterns: Sequence[str] | None
+) -> np.ndarray:
+    """The bytes of one side's files, in the order of their names; without patterns, of those that are text. uint8 [N]"""
+    names = find_files(folder, patterns or ["*"])
     if not names:
-        raise ConfigError(f"there is no file in {folder} that matches task.patterns={list(patterns)}")
+        raise ConfigError(f"there is no file in {folder} that matches task.patterns={list(patterns or ['*'])}")
+    if not patterns:
+        names = _texts_of(folder, names, say=is_train or not split)
     if split and len(names) == 1:
         share = (0.0, 1 - fraction) if is_train else (1 - fraction, 1.0)
         return _part(np.frombuffer(_read(folder / names[0]), dtype=np.uint8), share)
@@ -197,9 +205,23 @@ def _folder_tokens(folder: Path, is_train: bool, split: bool, fraction: float, p
     return np.frombuffer(b"".join(_read(folder / name) + END_OF_FILE for name in names), dtype=np.uint8)
 
 
-def _read(path: Path) -> bytes:
+def _texts_of(folder: Path, names: list[str], say: bool) -> list[str]:
+    """The names of files without a zero byte near their beginning, as git tells text from the rest; `say` how many."""
+    texts = [name for name in names if b"\0" not in _read(folder / name, LOOKED_AT_BYTES)]
+    left_out = len(names) - len(texts)
+    if not texts:
+        raise ConfigError(f"none of the {left_out} files in {folder} is text. To read them all the same: task.patterns=['*']")
+    if left_out and say:
+        logger.info(
+            "%s: %d of %d files are not text and left out; task.patterns=['*'] reads all", folder, left_out, len(names)
+        )
+    return texts
+
+
+def _read(path: Path, size: int = -1) -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            return file.read(size)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}. Leave it out with task.patterns") from error
 

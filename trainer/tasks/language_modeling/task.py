@@ -33,6 +33,8 @@ def _setting(default: Any, meaning: str) -> Any:
 class LanguageModeling(Trainer):
     """Predict the next token of a text. Validation reports `bits_per_byte` (`bits_per_token` for token files)."""
 
+    sample_unit = "tokens"
+
     @dataclass
     class Config:
         data: Optional[str] = _setting(
@@ -44,7 +46,8 @@ class LanguageModeling(Trainer):
         )
         patterns: Optional[list[str]] = _setting(
             None,
-            "files of a folder that are read, such as ['*.txt']; null: all that are not hidden (data=null: '*.py')",
+            "files of a folder that are read, such as ['*.txt']; null: all that are text and not hidden "
+            "(data=null: '*.py')",
         )
         valid_fraction: float = _setting(
             0.05, "share of the files (of one file: of its tokens) that is held out, above 0, below 1"
