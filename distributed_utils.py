@@ -46,6 +46,12 @@ PACKED_BYTES = 2**20  # blocks up to this size share a bucket, larger ones trave
 HEADER_BYTES = 4096  # a small object travels in its header
 GATHER_BYTES = 256  # the same for all_gather_list
 RENDEZVOUS_S = 300.0  # how long ranks wait for each other at the start
+DDP_BACKENDS = ("pytorch_ddp", "fully_sharded")
+# What takes the place of fairseq's other names. All of them sum gradients once an update here.
+OTHER_BACKENDS = {
+    **dict.fromkeys(("c10d", "legacy_ddp", "no_c10d", "slow_mo", "slowmo"), "pytorch_ddp"),
+    **dict.fromkeys(("fsdp", "fsdp2", "fully_shard"), "fully_sharded"),
+}
 
 
 @dataclass
@@ -54,6 +60,24 @@ class DistributedTrainingConfig:
 
     distributed_world_size: int = field(
         default=1, metadata={"help": "ranks that plain `fairtrain` starts on this machine, >= 1; torchrun has its own"}
+    )
+    ddp_backend: str = field(
+        default="pytorch_ddp",
+        metadata={
+            "help": "pytorch_ddp: every rank holds the model, gradients are summed; fully_sharded: each holds its part "
+            "(FSDP2)"
+        },
+    )
+    cpu_offload: bool = field(
+        default=False,
+        metadata={"help": "fully_sharded: parameters, gradients and moments lie in host memory between their uses"},
+    )
+    gather_in_half_precision: bool = field(
+        default=False,
+        metadata={
+            "help": "fully_sharded with common.bf16 or fp16: parameters travel and compute in that precision, "
+            "gradients are summed in float32"
+        },
     )
     find_unused_parameters: bool = field(
         default=False, metadata={"help": "let ranks finish an update in which some parameters had no gradient"}
@@ -81,6 +105,22 @@ class DistributedTrainingConfig:
                 f"distributed_training.zero_sharding is {self.zero_sharding!r}, but it must be none or os: "
                 "distributed_training.zero_sharding=none"
             )
+        if self.ddp_backend not in DDP_BACKENDS:
+            wish = OTHER_BACKENDS.get(self.ddp_backend, " or ".join(DDP_BACKENDS))
+            found.append(
+                f"distributed_training.ddp_backend={self.ddp_backend} is not offered: distributed_training.ddp_backend={wish}"
+            )
+        if self.ddp_backend == "fully_sharded" and self.zero_sharding == "os":
+            found.append(
+                "distributed_training.ddp_backend=fully_sharded shards the optimizer state as well: leave out "
+                "distributed_training.zero_sharding=os"
+            )
+        for name in ("cpu_offload", "gather_in_half_precision"):
+            if getattr(self, name) and self.ddp_backend != "fully_sharded":
+                found.append(
+                    f"distributed_training.{name}=true is for sharded models: add "
+                    "distributed_training.ddp_backend=fully_sharded, or leave it out"
+                )
         if self.timeout_s <= 0:
             found.append(
                 f"distributed_training.timeout_s is {self.timeout_s}, but it must be above 0: "

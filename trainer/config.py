@@ -423,11 +423,15 @@ def _refuse_other_kind(name: str, target: type) -> None:
 def cross_problems(sections: Mapping[str, Any], cfg: DictConfig) -> list[str]:
     """Sentences on settings that are fine alone and impossible together."""
     optimization, dataset, checkpoint = sections["optimization"], sections["dataset"], sections["checkpoint"]
-    problems = []
+    common, problems = sections["common"], []
     if not (optimization.max_update or optimization.max_epoch or optimization.stop_time_hours):
         problems.append(
             "nothing would end this run: give optimization.max_update, optimization.max_epoch or "
             "optimization.stop_time_hours"
+        )
+    if sections["distributed_training"].gather_in_half_precision and not (common.fp16 or common.bf16):
+        problems.append(
+            "distributed_training.gather_in_half_precision=true needs a half precision: add common.bf16=true"
         )
     return problems + _batch_size_problems(optimization, dataset) + _problems_without_validation(dataset, checkpoint, cfg)
 

@@ -441,6 +441,10 @@ class BatchIterator:
     def __iter__(self) -> Iterator[Any]:
         return self._with_workers() if self._num_workers else self._by_itself()
 
+    def first(self) -> Any:
+        """The first batch, read in this process."""
+        return self._fetch.fetch_here(None, self._batches[:1])[0]
+
     def _by_itself(self) -> Iterator[Any]:
         for indices in self._batches:
             (batch,) = self._fetch.fetch_here(None, [indices])
@@ -492,6 +496,16 @@ def valid_batches(
         batches = [list(range(begin, min(begin + batch_size, num_samples))) for begin in begins]
     fetch = Fetcher(dataset, collation_of(dataset, collate_fn), seed, stream="valid")
     return BatchIterator(fetch, batches, cfg.num_workers, cfg.prefetch_factor, pin_memory)
+
+
+def dummy_batches(dataset, cfg: DatasetConfig, rank: int, world_size: int, max_batches: int | None) -> list[DummyBatch]:
+    """What `rank` must run besides its validation batches in order to run as many as rank 0, which has the most."""
+    counts = [len(valid_batches(dataset, cfg, 0, r, world_size)) for r in (0, rank)]
+    most, own = (count if max_batches is None else min(count, max_batches) for count in counts)
+    if most == own:
+        return []
+    first = valid_batches(dataset, cfg, 0, 0, world_size).first()
+    return [DummyBatch(first)] * (most - own)
 
 
 def valid_subsets(cfg: DatasetConfig) -> list[str]:

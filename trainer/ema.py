@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.sharding import described, described_state, is_dtensor, local_of, placement_of
 
 Copy = Callable[[list[tuple[Any, Tensor]]], None]
 
@@ -121,12 +122,12 @@ class EMA:
                 if start or name not in known:
                     wide = torch.promote_types(tensor.dtype, torch.float32) if known is self._averages else None
                     dtype = wide or tensor.dtype
-                    known[name] = tensor.detach().to(dtype, copy=True)
+                    known[name] = local_of(tensor).to(dtype, copy=True)
         self._averages = {name: self._averages[name] for name in parameters}
         self._copies = {name: self._copies[name] for name in others}
         self._parameters, self._others = parameters, others
         self._slots = _buffer_slots(self.model, others)
-        averages, weights = list(self._averages.values()), list(parameters.values())
+        averages, weights = list(self._averages.values()), [_memory(p) for p in parameters.values()]
         self._same = [(a, p) for a, p in zip(averages, weights) if a.dtype == p.dtype]
         self._wider = [(a, p) for a, p in zip(averages, weights) if a.dtype != p.dtype]
         self._same_lists = ([a for a, _ in self._same], [p for _, p in self._same])
@@ -170,8 +171,12 @@ class EMA:
         if self._trained is None:
             with torch.no_grad():
                 self._collect()
-        tensors = self._averages | self._copies
+        tensors = {name: self._described(name, average) for name, average in self._averages.items()} | self._copies
         return {name: tensors[first] for name, first in self._aliases.items()}
+
+    def _described(self, name: str, average: Tensor) -> Any:
+        placement = placement_of(self._parameters[name])
+        return average if placement is None else described(average, placement)
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Any] | None, copy: Copy) -> EMAReport:
@@ -199,10 +204,10 @@ class EMA:
 
     def _check_shapes(self, saved: Mapping[str, Any]) -> None:
         wrong = [
-            f"{name}: {list(saved[name].shape)} in the file, {list(self._averages[first].shape)} here"
+            f"{name}: {list(saved[name].shape)} in the file, {list(self._parameters[first].shape)} here"
             for name, first in self._aliases.items()
             if name in saved and first in self._averages
-            if tuple(saved[name].shape) != tuple(self._averages[first].shape)
+            if tuple(saved[name].shape) != tuple(self._parameters[first].shape)
         ]
         if wrong:
             more = f" (and {len(wrong) - 10} more)" if len(wrong) > 10 else ""
@@ -210,7 +215,7 @@ class EMA:
 
     def _target(self, first: str, saved: Any) -> Tensor:
         if first in self._averages:
-            return self._averages[first]
+            return self._described(first, self._averages[first])
         copied = self._copies[first]
         if tuple(copied.shape) != tuple(saved.shape) or copied.dtype != saved.dtype:
             copied = self._copies[first] = torch.empty(tuple(saved.shape), dtype=saved.dtype, device=copied.device)
@@ -223,27 +228,59 @@ class EMA:
         """Within the block the model computes with the averages; afterwards, and after an exception, with its own.
 
         Memory is exchanged, not copied (a parameter in another dtype than its average gets a cast copy). May be nested.
+        Of a DTensor the memory stays, since others hold on to it, and its values are exchanged.
         """
         if self._trained is not None:
             yield
             return
-        self._trained = {name: parameter.data for name, parameter in self._parameters.items()}
+        self._trained = {}
         try:
             for name, parameter in self._parameters.items():
-                parameter.data = self._averages[name].to(parameter.dtype)
+                self._swap_in(name, parameter)
             yield
         finally:
             for name, trained in self._trained.items():
-                self._parameters[name].data = trained
+                self._swap_out(name, self._parameters[name], trained)
             self._trained = None
 
+    @torch.no_grad()
+    def _swap_in(self, name: str, parameter: nn.Parameter) -> None:
+        average = self._averages[name]
+        if not is_dtensor(parameter):
+            self._trained[name] = parameter.data
+            parameter.data = average.to(parameter.dtype)
+            return
+        weights = local_of(parameter)
+        trained = weights.clone()
+        weights.copy_(average)
+        if average.dtype == weights.dtype:  # one copy of the largest tensor at a time, not of the model
+            self._averages[name], trained = weights, average.copy_(trained)
+        self._trained[name] = trained
+
+    @torch.no_grad()
+    def _swap_out(self, name: str, parameter: nn.Parameter, trained: Tensor) -> None:
+        if not is_dtensor(parameter):
+            parameter.data = trained
+            return
+        weights = local_of(parameter)
+        if trained.dtype == self._averages[name].dtype:
+            average = weights.clone()
+            weights.copy_(trained)
+            self._averages[name] = trained.copy_(average)
+        else:
+            weights.copy_(trained)
+
     def training_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state_dict with the weights that are being trained, also while the averages are swapped in."""
-        state = model.state_dict()
+        """The model's described state with the weights that are being trained, also while the averages are swapped in."""
+        state = described_state(model)
         if self._trained is not None:
-            trained = self._trained
+            trained = {name: self._described(name, tensor) for name, tensor in self._trained.items()}
             state.update({name: trained[first] for name, first in self._aliases.items() if first in trained})
         return state
+
+
+def _memory(parameter: nn.Parameter) -> Tensor:
+    return local_of(parameter) if is_dtensor(parameter) else parameter
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

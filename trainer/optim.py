@@ -257,13 +257,14 @@ def name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Iterable
 # ---------------------------------------------------------------------------------------------------- clipping
 
 
-def clip_grad_norm(tensors: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm(tensors: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
     """Scale all gradients so that their joint L2 norm is at most `max_norm`.
 
     Args:
         tensors: either parameters (those without a gradient are skipped) or gradients themselves, such as the flat
             buffers that all gradients are views of. Any shape, any float dtype.
         max_norm: 0 turns clipping off; the norm is still computed.
+        norm: that of all gradients, where `tensors` are only this rank's part of them.
     Returns: the norm before clipping, float32 [], on the gradients' device; no accelerator is waited for.
         If it is not finite the gradients are left as they are.
     Source:  Pascanu et al. 2013, arXiv:1211.5063.
@@ -273,17 +274,24 @@ def clip_grad_norm(tensors: Iterable[Tensor], max_norm: float) -> Tensor:
         grads = [grad for parameter in tensors if (grad := parameter.grad) is not None]
     else:
         grads = tensors
+    if norm is None:
+        norm = total_norm(grads)
+    if max_norm > 0 and grads:
+        _scale_to(grads, norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """The joint L2 norm, float32 [] on the device of the gradients; 0 of none."""
     if not grads:
         return torch.zeros((), dtype=torch.float32)
     try:
-        norm = _total_norm(grads).detach()
+        return _total_norm(grads).detach()
     except (RuntimeError, NotImplementedError):
         if any(g.layout is not torch.strided for g in grads):
             raise ConfigError("Sparse gradients are not supported: build the embedding with sparse=False.") from None
         raise
-    if max_norm > 0:
-        _scale_to(grads, norm, max_norm)
-    return norm
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:

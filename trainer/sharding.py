@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from checkpoint_file import ShardedTensor
 
@@ -87,3 +87,12 @@ def described(tensor: Tensor, placement: Placement | None = None) -> Any:
     placement = placement or placement_of(tensor)
     local = local_of(tensor)
     return local if placement is None else placement.describe(local)
+
+
+def described_state(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` with every tensor described; the names of one tensor share one description."""
+    known: dict[int, Any] = {}
+    state = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        state[name] = known.setdefault(id(value), described(value)) if isinstance(value, Tensor) else value
+    return state

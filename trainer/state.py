@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import distributed_utils
 from trainer.partial_state import WHOLE, Selection
+from trainer.sharding import described, local_of, placement_of
 
 # Keys of extra_state that are the Trainer's; all others are the caller's and come back from a load.
 OWN_EXTRA_STATE = frozenset(
@@ -199,7 +200,7 @@ def plan_module(
         raise ModelMismatchError(path, part, missing, unexpected, shapes, hint)
     whole = [name for name in own if name in tensors and name not in other_shape]
     return ModulePlan(
-        pairs=[(tensors[name], own[name]) for name in whole],
+        pairs=[(tensors[name], described(own[name])) for name in whole],
         slices=[(tensors[name], own[name]) for name in sliced],
         taken=whole,
         fresh=[name for name in own if name not in whole],
@@ -222,9 +223,11 @@ def _shape_hint(names: list[str], prefix: str) -> str:
 
 def copy_common_part(source: Tensor, target: Tensor) -> None:
     """Copy what both have, from index 0 on in each dimension; the rest of `target` stays."""
-    part = tuple(slice(0, min(a, b)) for a, b in zip(source.shape, target.shape))
-    with torch.no_grad():
-        target[part].copy_(source[part])
+    placement, local = placement_of(target), local_of(target)
+    if placement is not None and placement.numel:  # rows of the whole: the source's from the same row on
+        source = source[placement.begin // target.shape[1:].numel() :]
+    part = tuple(slice(0, min(a, b)) for a, b in zip(source.shape, local.shape))
+    local[part].copy_(source[part])
 
 
 def _make_room_for_buffers(module: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -271,8 +274,9 @@ def load_module_extras(module: nn.Module, saved: Mapping[str, Any], materialize:
 
 
 def first_non_finite(named_parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first parameter that holds a NaN or an infinity; reads each parameter once."""
-    named = [(name, p.detach()) for name, p in named_parameters if p.is_floating_point() and p.numel()]
+    """The name of the first parameter that holds a NaN or an infinity in this rank's part of it; reads each once."""
+    named = [(name, local_of(p)) for name, p in named_parameters if p.is_floating_point()]
+    named = [(name, p) for name, p in named if p.numel()]
     if not named:
         return None
     # The largest magnitude of each is finite exactly if all of it is, and is one pass without a temporary.

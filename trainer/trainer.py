@@ -7,6 +7,7 @@ the hooks of the first part. Must not know: Hydra, the command line, when to val
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 import checkpoint_file
 import checkpoint_utils
 import distributed_utils
-from trainer import optim, state
+from trainer import fully_sharded, optim, state
 from trainer.config import complete_config, instantiate, to_plain
-from trainer.data import DummyBatch, EpochBatchIterator, valid_batches
+from trainer.data import DummyBatch, EpochBatchIterator, dummy_batches, valid_batches
 from trainer.data_parallel import GradientReducer
+from trainer.devices import choose_device, move
 from trainer.ema import EMA
 from trainer.errors import ConfigError, NonFiniteError
 from trainer.lr_scheduler import adapt_scheduler, build_lr_scheduler
@@ -30,6 +32,7 @@ from trainer.metrics import EpochMeter, GlobalSums, LocalSums
 from trainer.partial_state import WHOLE, Selection, selection_of
 from trainer.precision import build_precision
 from trainer.randomness import derive_seed, seed_all
+from trainer.sharding import described_state
 from trainer.zero import shard_optimizer
 
 logger = logging.getLogger(__name__)
@@ -60,7 +63,7 @@ class Trainer:
         self._previous_training_time = 0.0
         self.data_parallel_rank = distributed_utils.get_rank()
         self.data_parallel_world_size = distributed_utils.get_world_size()
-        self.device = _choose_device(common.cpu)
+        self.device = choose_device(common.cpu)
         if common.num_threads > 0:
             torch.set_num_threads(common.num_threads)
         if common.deterministic:
@@ -72,12 +75,20 @@ class Trainer:
         self._datasets: dict[str, Any] = {}
         self._valid_iterators: dict[str, Any] = {}
 
+        distributed = self.cfg.distributed_training
+        self._is_fully_sharded = fully_sharded.is_wanted(distributed, self.data_parallel_world_size)
         seed_all(derive_seed("build", self._seed))
         self.model = (self.build_model() if model is None else model).to(self.device)
         self.criterion = self.build_criterion() if criterion is None else criterion
         if isinstance(self.criterion, nn.Module):
             self.criterion = self.criterion.to(self.device)
         self._follow_rank_0([*(p for _, p in self._all_parameters()), *self._buffers()])
+        # fairseq's default window for the loss scale: the same number of micro-batches whatever the arrangement.
+        window = max(1, 2**14 // self._micro_batches_per_update())
+        self.precision = build_precision(common, self.device, window)
+        if self.forward_is_collective:
+            modules = self.fully_sharded_modules(self.model)
+            fully_sharded.wrap(self.model, modules, self.device, distributed, self.precision)
 
         self._named_parameters = [(name, p) for name, p in self._all_parameters() if p.requires_grad]
         if not self._named_parameters:
@@ -88,9 +99,6 @@ class Trainer:
         self._reducer = self._build_reducer() if self.data_parallel_world_size > 1 else None
         optimization = self.cfg.optimization
         self.lr_scheduler = adapt_scheduler(self.build_lr_scheduler(self.optimizer), self.optimizer, optimization.lr)
-        # fairseq's default window for the loss scale: the same number of micro-batches whatever the arrangement.
-        window = max(1, 2**14 // self._micro_batches_per_update())
-        self.precision = build_precision(common, self.device, window)
         self.ema = EMA(self.model, self.cfg.ema) if self.cfg.ema.store_ema else None
         self._sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
         self._clip_norm = optimization.clip_norm
@@ -124,12 +132,15 @@ class Trainer:
         node = self.cfg.optimizer or DEFAULT_OPTIMIZER
         return optim.build_optimizer(node, named_parameters, self.cfg.optimization.lr)
 
-    def _build_reducer(self) -> GradientReducer:
+    def _build_reducer(self) -> Any:
         """What adds up gradients over the ranks; with ZeRO the optimizer keeps to this rank's share of its layout."""
         cfg, group = self.cfg.distributed_training, self.data_parallel_process_group
-        reducer = GradientReducer(
-            self._named_parameters, group, self.data_parallel_world_size, cfg.find_unused_parameters
-        )
+        ranks = (group, self.data_parallel_world_size, cfg.find_unused_parameters)
+        if self.forward_is_collective:
+            gradients = fully_sharded.ShardedGradients(self.model, self._named_parameters, self.device, *ranks)
+            fully_sharded.step_on_rows(self.optimizer, gradients.rows, group)
+            return gradients
+        reducer = GradientReducer(self._named_parameters, *ranks)
         if cfg.zero_sharding == "os":
             shard_optimizer(self.optimizer, reducer, group)
         return reducer
@@ -138,6 +149,10 @@ class Trainer:
         """The schedule of `cfg.lr_scheduler`, see trainer.lr_scheduler for what it must offer."""
         node, optimization = self.cfg.lr_scheduler or DEFAULT_LR_SCHEDULER, self.cfg.optimization
         return build_lr_scheduler(node, optimizer, optimization.lr, optimization.max_update)
+
+    def fully_sharded_modules(self, model: nn.Module) -> list[nn.Module]:
+        """With ddp_backend=fully_sharded: the modules that are each gathered and freed as one, such as layers."""
+        return fully_sharded.blocks_of(model)
 
     def build_dataset(self, split: str) -> Any:
         """A map-style dataset for `split`, a name from dataset.train_subset or dataset.valid_subset."""
@@ -192,6 +207,11 @@ class Trainer:
     @property
     def is_data_parallel_master(self) -> bool:
         return self.data_parallel_rank == 0
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether ranks hold parts of the model, so that all of them must compute each forward pass together."""
+        return self._is_fully_sharded
 
     @property
     def _modules(self) -> list[nn.Module]:
@@ -373,7 +393,7 @@ class Trainer:
         return self._sums.save_requested
 
     def _to_device(self, sample: Any) -> Any:
-        return sample if self.device.type == "cpu" else _move(sample, self.device)
+        return sample if self.device.type == "cpu" else move(sample, self.device)
 
     def _normalize_grads(self, sample_size: float) -> None:
         """From sums to means over the global batch; the scale of fp16 losses goes in the same division."""
@@ -389,7 +409,8 @@ class Trainer:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their joint L2 norm is at most `max_norm`; 0 only measures. Returns the norm."""
-        return optim.clip_grad_norm(self._flat_gradients(), max_norm)
+        norm = self._reducer.global_norm() if self.forward_is_collective else None
+        return optim.clip_grad_norm(self._flat_gradients(), max_norm, norm)
 
     def _optimizer_step(self, gnorm: float, loss: float, samples: list) -> bool:
         """Step unless the numbers are bad: fp16 shrinks its scale and skips, anything else is the end of the run."""
@@ -420,32 +441,34 @@ class Trainer:
 
     def _raise_non_finite(self, samples: list) -> None:
         """Name the first micro-batch and parameter that went bad, the same culprit on all ranks."""
-        found = self._find_non_finite(samples)
-        mine = (found[1], found[0]) if found is not None else None
-        culprits = distributed_utils.all_gather_list(mine, self.data_parallel_process_group)
-        first = min(((c[0], rank) for rank, c in enumerate(culprits) if c is not None), default=(None, 0))
+        micro_batch, rank, what = self._find_non_finite(samples)
         error = None
-        if first[1] == self.data_parallel_rank:
-            what = found[0] if found is not None else "the sum of the gradients over ranks and micro-batches"
-            error = NonFiniteError(
-                what, self._num_updates + 1, self.data_parallel_rank, first[0], hint="Nothing was changed or saved."
-            )
+        if rank == self.data_parallel_rank:
+            error = NonFiniteError(what, self._num_updates + 1, rank, micro_batch, hint="Nothing was changed or saved.")
         distributed_utils.agree(error, self.data_parallel_process_group)
 
-    def _find_non_finite(self, samples: list) -> tuple[str, int] | None:
-        """Run this rank's micro-batches once more, from their seeds, one at a time; (what, micro-batch) or None."""
-        for i, sample in enumerate(samples):
-            if isinstance(sample, DummyBatch):
-                continue
-            self.zero_grad()
-            loss = self._forward(i, sample, LocalSums())
-            if not torch.isfinite(loss):
-                return f"the loss ({loss.item()})", i
-            loss.backward()
-            for name, parameter in self._named_parameters:
-                if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                    return f"the gradient of {name}", i
-        return None
+    def _find_non_finite(self, samples: list) -> tuple[int | None, int, str]:
+        """Run the micro-batches once more, from their seeds, one at a time; (micro-batch, rank, what) of the first bad."""
+        with self._reducer.isolated() if self.forward_is_collective else contextlib.nullcontext():
+            for i, sample in enumerate(samples):
+                found = distributed_utils.all_gather_list(
+                    self._non_finite_in(i, sample), self.data_parallel_process_group
+                )
+                for rank, what in enumerate(found):
+                    if what is not None:
+                        return i, rank, what
+        return None, 0, "the sum of the gradients over ranks and micro-batches"
+
+    def _non_finite_in(self, i: int, sample: Any) -> str | None:
+        self.zero_grad()
+        loss = self._forward(i, sample, LocalSums())
+        loss.backward()
+        if isinstance(sample, DummyBatch):
+            return None
+        if not torch.isfinite(loss):
+            return f"the loss ({loss.item()})"
+        named = [(name, parameter.grad) for name, parameter in self._all_parameters() if parameter.grad is not None]
+        return next((f"the gradient of {name}" for name, grad in named if not torch.isfinite(grad).all()), None)
 
     # ---- buffers: the file holds them once, so all ranks follow rank 0 ----
 
@@ -493,22 +516,32 @@ class Trainer:
         local = LocalSums()
         swapped = self.ema is not None and self.cfg.ema.ema_validate
         with self.ema.swapped_in(self.model) if swapped else contextlib.nullcontext():
-            for i, sample in enumerate(self.get_valid_iterator(subset)):
-                if max_batches is not None and i >= max_batches:
-                    break
+            for i, sample in enumerate(self._valid_samples(subset, max_batches)):
                 seed_all(derive_seed("valid", self._seed, subset, i, self.data_parallel_rank))
-                local.add(*self.valid_step(sample))
+                if isinstance(sample, DummyBatch):
+                    self.valid_step(sample.sample)
+                else:
+                    local.add(*self.valid_step(sample))
         self._set_training(True)
         sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
         sums.start(local)
         sample_size, _, outputs = sums.finish()
         return self.reduce_metrics([{**outputs, "sample_size": sample_size}]) if sample_size else {}
 
+    def _valid_samples(self, subset: str, max_batches: int | None) -> Iterable:
+        """This rank's batches, and where forward is collective as many dummies as keep it in step with the others."""
+        yield from itertools.islice(self.get_valid_iterator(subset), max_batches)
+        if self.forward_is_collective:
+            yield from dummy_batches(
+                self.dataset(subset), self.cfg.dataset, self.data_parallel_rank, self.data_parallel_world_size, max_batches
+            )
+
     # ---- remember ----
 
     def state_dict(self) -> dict:
         """All that a run needs to go on, as the file holds it: plain containers and full tensors, canonical names."""
-        trained = self.ema.training_state_dict(self.model) if self.ema is not None else self.model.state_dict()
+        ema = self.ema
+        trained = ema.training_state_dict(self.model) if ema is not None else described_state(self.model)
         extra_state = {
             **self._caller_extra_state,
             "train_iterator": self._train_iterator.state_dict() if self._train_iterator is not None else None,
@@ -529,8 +562,8 @@ class Trainer:
             "format_version": FORMAT_VERSION,
             "run_id": self.run_id,
             "cfg": to_plain(self.cfg),
-            "model": dict(trained),
-            "criterion": dict(self.criterion.state_dict()) if isinstance(self.criterion, nn.Module) else {},
+            "model": trained,
+            "criterion": described_state(self.criterion) if isinstance(self.criterion, nn.Module) else {},
             "optimizer_history": self._history(),
             "last_optimizer_state": optim.optimizer_state(self.optimizer) if save_optimizer else None,
             "task_state": self.task_state_dict(),
@@ -694,22 +727,3 @@ class Trainer:
 
 def _copy_nothing(pairs: list) -> None:
     assert not pairs, "nothing was saved, so there is nothing to copy"
-
-
-def _choose_device(cpu: bool) -> torch.device:
-    if cpu or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    # Which one is the rank's was set when it joined the process group.
-    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
-
-
-def _move(sample: Any, device: torch.device) -> Any:
-    if isinstance(sample, Tensor):
-        return sample.to(device, non_blocking=True)
-    if isinstance(sample, Mapping):
-        return type(sample)((key, _move(value, device)) for key, value in sample.items())
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return type(sample)(*(_move(value, device) for value in sample))
-    if isinstance(sample, (list, tuple)):
-        return type(sample)(_move(value, device) for value in sample)
-    return sample

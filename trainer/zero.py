@@ -245,8 +245,8 @@ def _train(optimizer: torch.optim.Optimizer, settings: dict, values: list[Tensor
 
 def _cannot_be_cut(optimizer: torch.optim.Optimizer, reason: str) -> ConfigError:
     return ConfigError(
-        f"distributed_training.zero_sharding=os cuts parameters into pieces, which {type(optimizer).__name__} does not"
-        f" allow: {reason}. Train it with distributed_training.zero_sharding=none"
+        f"sharding cuts parameters into pieces, which {type(optimizer).__name__} does not allow: {reason}. Train it with"
+        " distributed_training.zero_sharding=none distributed_training.ddp_backend=pytorch_ddp"
     )
 
 

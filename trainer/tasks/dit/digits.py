@@ -93,9 +93,11 @@ class Digits(DiffusionTask):
     def after_train(self, *_: Any) -> None:
         """Rank 0 draws the digits, writes the picture, and has them judged."""
         task = self.cfg.task
-        if task.samples_per_class == 0 or not self.is_data_parallel_master:
+        if task.samples_per_class == 0 or not (self.is_data_parallel_master or self.forward_is_collective):
             return
         images, labels = self.draw_digits(task.samples_per_class)
+        if not self.is_data_parallel_master:
+            return
         shown = min(task.pictured_per_class, task.samples_per_class)
         rows = images.unflatten(0, (NUM_CLASSES, task.samples_per_class))[:, :shown].flatten(0, 1)
         path = self.write_picture(rows, "samples.png", columns=shown)

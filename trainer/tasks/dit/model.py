@@ -188,6 +188,10 @@ class DiT(nn.Module):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
+    def fully_sharded_modules(self) -> list[nn.Module]:
+        """What ddp_backend=fully_sharded gathers and frees as one: a block at a time."""
+        return list(self.blocks)
+
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """Noisy inputs [B, C, S, S], timesteps [B], labels [B] (num_classes: "no class") to [B, out_channels, S, S]."""
         tokens = self.x_embedder(x) + self.pos_embed

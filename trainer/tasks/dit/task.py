@@ -123,10 +123,12 @@ class ClassConditionalImages(DiffusionTask):
     def after_validate(self, stats: dict[str, float]) -> None:
         """Rank 0 writes samples/update_N.png: the first classes, one image each."""
         task, model = self.cfg.task, self.model
-        if task.sample_num_classes == 0 or not self.is_data_parallel_master:
+        if task.sample_num_classes == 0 or not (self.is_data_parallel_master or self.forward_is_collective):
             return
         labels = list(range(min(task.sample_num_classes, model.num_classes)))
         images = self.draw(labels, task.sample_steps, task.sample_cfg_scale, clip=model.in_channels in (1, 3))
+        if not self.is_data_parallel_master:
+            return
         num_updates = self.get_num_updates()
         try:
             path = self.write_picture(images, f"samples/update_{num_updates}.png", columns=4)

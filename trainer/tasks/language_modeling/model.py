@@ -82,6 +82,10 @@ class TransformerLM(nn.Module):
                 elif module.weight is not self.embedding.weight:
                     nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
 
+    def fully_sharded_modules(self) -> list[nn.Module]:
+        """What ddp_backend=fully_sharded gathers and frees as one: a block at a time, the tables of n-grams apart."""
+        return [*self.blocks, *([self.ngrams] if self.ngrams is not None else [])]
+
     def forward(self, tokens: Tensor, cache: list[list[Tensor]] | None = None) -> Tensor:
         """Logits of all positions, or with a `cache` those of the last one alone, [B, 1, vocab_size].
 

@@ -100,7 +100,9 @@ class LanguageModeling(Trainer):
     def after_validate(self, stats: dict[str, float]) -> None:
         """Write a text that the model makes up, the same for the same position of the same run."""
         task = self.cfg.task
-        if task.sample_bytes == 0 or not self._in_bytes() or not self.is_data_parallel_master:
+        if task.sample_bytes == 0 or not self._in_bytes():
+            return
+        if not (self.is_data_parallel_master or self.forward_is_collective):
             return
         num_updates = self.get_num_updates()
         seed = derive_seed("sample text", self.cfg.common.seed, num_updates)
@@ -108,7 +110,8 @@ class LanguageModeling(Trainer):
         averaged = self.ema is not None and self.cfg.ema.ema_validate
         with self.ema.swapped_in(self.model) if averaged else contextlib.nullcontext():
             text = sample_text(self.model, prompt, task.sample_bytes, task.sample_temperature, task.sample_top_k, seed)
-        self._write_sample(num_updates, text.decode(errors="replace"))
+        if self.is_data_parallel_master:
+            self._write_sample(num_updates, text.decode(errors="replace"))
 
     def _write_sample(self, num_updates: int, text: str) -> None:
         path = os.path.join(self.cfg.run_dir, "samples", f"update_{num_updates}.txt")

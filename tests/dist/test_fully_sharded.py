@@ -1,0 +1,233 @@
+"""fully_sharded computes what data parallel ranks compute, each rank holding its rows only."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_file import ShardedTensor
+from tests.dist.harness import run_ranks
+from tests.resume.harness import config
+
+WORLD_SIZES = (2, 3)
+NUM_UPDATES = 4
+PRIVATE = ("run_id", "previous_training_time", "ddp_backend", "gather_in_half_precision", "cpu_offload")
+CPU = {"seed": 7, "log_format": "none", "cpu": True, "num_threads": 1}
+
+
+def build(folder: str, sharded: bool, distributed: dict | None = None, **sections):
+    """A toy trainer of tests.resume.task: tied, frozen and 0-dim parameters, buffers, a criterion's parameter, EMA."""
+    from tests.resume.task import Toy
+
+    sections.setdefault("task", {"_target_": "tests.resume.task.Toy"})
+    if sharded:
+        sections["distributed_training"] = {"ddp_backend": "fully_sharded", **(distributed or {})}
+    return Toy(config(Path(folder), **sections))
+
+
+def update(index: int, rank: int, num_micro_batches: int = 2) -> list:
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    inputs = [torch.randn(4, 6, generator=generator) for _ in range(num_micro_batches)]
+    return [(x, x[:, :2] * 2) for x in inputs]
+
+
+def trained(trainer, first: int = 0, count: int = NUM_UPDATES) -> list[dict]:
+    return [trainer.train_step(update(index, trainer.data_parallel_rank)) for index in range(first, first + count)]
+
+
+def described(state):
+    """Whole tensors and pieces of `state` as plain tuples that can travel to the test."""
+    if isinstance(state, dict):
+        return {key: described(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [described(value) for value in state]
+    if isinstance(state, ShardedTensor):
+        return ("sharded", state.dtype, state.shape, [(begin, values.clone()) for begin, values in state.pieces])
+    return state.detach().clone() if isinstance(state, torch.Tensor) else state
+
+
+def assembled(parts: list):
+    """The state of one process from the states of all ranks; each element must be in exactly one piece."""
+    first = parts[0]
+    if isinstance(first, dict):
+        assert all(list(part) == list(first) for part in parts)
+        return {key: assembled([part[key] for part in parts]) for key in first}
+    if isinstance(first, list):
+        return [assembled(list(group)) for group in zip(*parts)]
+    if not (isinstance(first, tuple) and first[:1] == ("sharded",)):
+        return first
+    pieces = sorted((begin, values) for part in parts for begin, values in part[3])
+    ends = [0, *(begin + len(values) for begin, values in pieces)]
+    assert [begin for begin, _ in pieces] == ends[:-1] and ends[-1] == first[2].numel()
+    flat = torch.cat([values for _, values in pieces]) if pieces else torch.zeros(0, dtype=first[1])
+    return flat.reshape(first[2])
+
+
+def close(one, other, path: str = "", rtol: float = 1e-4) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            close(one[key], other[key], f"{path}.{key}", rtol)
+    elif isinstance(one, (list, tuple)):
+        for i, pair in enumerate(zip(one, other, strict=True)):
+            close(*pair, f"{path}[{i}]", rtol)
+    elif isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol * 0.1, msg=lambda m: f"{path}: {m}")
+    elif path.endswith(PRIVATE):
+        return
+    elif isinstance(one, float):
+        assert math.isclose(one, other, rel_tol=rtol, abs_tol=1e-12), (path, one, other)
+    else:
+        assert one == other, (path, one, other)
+
+
+# ---------------------------------------------------------------------------------------------------- on the ranks
+
+
+def _numbers(folder: str, **sections) -> dict:
+    """Updates, two validations among them, and the state afterwards: of data parallel ranks and of sharded ones."""
+    found = {}
+    for sharded in (False, True):
+        trainer = build(folder, sharded, **sections)
+        stats = trained(trainer)
+        valid = [trainer.validate("valid"), trainer.validate("valid", max_batches=1)]
+        stats += trained(trainer, NUM_UPDATES)
+        found[sharded] = {"stats": stats, "valid": valid, "state": described(trainer.state_dict())}
+    return found
+
+
+def _validation_leaves_no_trace(folder: str) -> list:
+    """The same updates with and without validations of the average and forward passes without gradients."""
+    results = []
+    for validate in (False, True):
+        trainer = build(folder, True, ema={"store_ema": True, "ema_decay": 0.5, "ema_validate": True})
+        stats = trained(trainer)
+        if validate:
+            trainer.validate("valid")
+            trainer.model.eval()
+            with trainer.ema.swapped_in(trainer.model), torch.no_grad():
+                averaged = trainer.model(torch.ones(2, 6)).clone()
+                saved = described(trainer.state_dict())
+            with torch.no_grad():
+                assert not torch.equal(trainer.model(torch.ones(2, 6)), averaged)
+            results.append((saved["model"], described(trainer.state_dict())["model"]))
+            results.append((saved["extra_state"]["ema"], described(trainer.state_dict())["extra_state"]["ema"]))
+        results.append([*stats, *trained(trainer, NUM_UPDATES), described(trainer.state_dict())])
+    return results
+
+
+def _bytes_held(folder: str) -> dict:
+    """Bytes of parameters, averages and moments that a rank keeps, against those of the whole state."""
+    trainer = build(folder, True, model=None, task={"_target_": "tests.resume.task.Toy"})
+    trained(trainer)
+    state = described(trainer.state_dict())
+    nests = [state["model"], state["extra_state"]["ema"], state["last_optimizer_state"]["state"]]
+    held, whole, largest, stack = 0, 0, 0, list(nests)
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, tuple):
+            size = value[2].numel() * value[1].itemsize
+            held, whole = held + sum(v.numel() * v.itemsize for _, v in value[3]), whole + size
+            largest = max(largest, size)
+    return {"held": held, "whole": whole, "largest": largest}
+
+
+def _cases(folder: str) -> dict:
+    in_half = {"gather_in_half_precision": True}
+    return {
+        "fp32": _numbers(folder),
+        "offloaded": _numbers(folder, distributed={"cpu_offload": True}),
+        "bf16": _numbers(folder, common={**CPU, "bf16": True}),
+        "gathered in bf16": _numbers(folder, common={**CPU, "bf16": True}, distributed=in_half),
+        "fp16": _numbers(folder, common={**CPU, "fp16": True, "fp16_init_scale": 2.0**20}),
+        "no trace": _validation_leaves_no_trace(folder),
+        "bytes": _bytes_held(folder),
+        "errors": _errors(folder),
+    }
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES)
+def cases(request, tmp_path_factory):
+    """What each rank found, all cases in one group of processes: starting torch's sharding takes seconds."""
+    return run_ranks(_cases, request.param, str(tmp_path_factory.mktemp("sharded")), timeout=120)
+
+
+def _errors(folder: str) -> dict[str, str]:
+    """The messages of what is refused or goes wrong, the same case on all ranks."""
+    rank = torch.distributed.get_rank()
+    found = {}
+    found["optimizer"] = _message(lambda: build(folder, True, optimizer={"_target_": "torch.optim.Adafactor"}))
+    trainer = build(folder, True, task={"_target_": "tests.resume.task.Toy", "follow_mean": False})
+    trained(trainer)
+    bad = [list(batch) for batch in update(0, rank)]
+    if rank == 1:
+        bad[1][0][2] = float("nan")
+    found["loss"] = _message(lambda: trainer.train_step([tuple(batch) for batch in bad]))
+    before = described(trainer.state_dict())["model"]
+    trainer.compute_loss = functools.partial(_with_infinite_gradient, trainer, rank == 1)
+    found["gradient"] = _message(lambda: trainer.train_step(update(0, rank)))
+    close(before, described(trainer.state_dict())["model"], rtol=0)
+    del trainer.compute_loss
+    found["afterwards"] = str(torch.tensor(trained(trainer, count=1)[0]["gnorm"]).isfinite().item())
+    return found
+
+
+def _with_infinite_gradient(trainer, mine: bool, sample):
+    loss, sample_size, output = type(trainer).compute_loss(trainer, sample)
+    weight = trainer.model.second.weight  # gathered, since a forward pass has begun
+    if mine and sample[0][0, 0] == update(0, 1)[1][0][0, 0]:
+        loss = loss + (weight.sum() * 0.0).clamp(min=0.0).sqrt()  # 0, with a gradient that is not a number
+    return loss, sample_size, output
+
+
+def _message(do) -> str:
+    try:
+        do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+# ---------------------------------------------------------------------------------------------------- what must hold
+
+
+@pytest.mark.parametrize(
+    "precision, rtol", [("fp32", 1e-4), ("offloaded", 1e-4), ("bf16", 2e-2), ("gathered in bf16", 1e-1), ("fp16", 2e-2)]
+)
+def test_numbers_are_those_of_data_parallel_ranks(cases, precision, rtol):
+    plain, sharded = ([case[precision][kind] for case in cases] for kind in (False, True))
+    for one, other in zip(plain, sharded):
+        close(one["stats"], other["stats"], "stats", rtol)
+        close(one["valid"], other["valid"], "valid", rtol)
+    close(plain[0]["state"], assembled([case["state"] for case in sharded]), "state", rtol)
+
+
+def test_validating_the_average_leaves_no_trace_in_training(cases):
+    for case in cases:
+        without, *pairs, with_validations = case["no trace"]
+        for saved, now in pairs:
+            close(saved, now, rtol=0)
+        close(without, with_validations, rtol=0)
+
+
+def test_a_rank_holds_its_rows_and_no_more(cases):
+    held = [case["bytes"] for case in cases]
+    assert sum(case["held"] for case in held) == held[0]["whole"]
+    # Rows are dealt out tensor by tensor, rounded up: one row of each tensor more than the share at most.
+    assert max(case["held"] for case in held) <= held[0]["whole"] / len(held) + held[0]["largest"]
+
+
+def test_what_went_wrong_is_named_on_every_rank(cases):
+    for case in cases:
+        errors = case["errors"]
+        assert "sharding cuts parameters into pieces, which Adafactor does not allow" in errors["optimizer"]
+        assert "distributed_training.ddp_backend=pytorch_ddp" in errors["optimizer"]
+        assert "the loss (nan)" in errors["loss"] and "rank 1" in errors["loss"], errors["loss"]
+        assert "the gradient of second.weight" in errors["gradient"] and "rank 1" in errors["gradient"]
+        assert errors["afterwards"] == "True"
