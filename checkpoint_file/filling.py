@@ -36,8 +36,8 @@ class Use:
         self.end = begin + view.numel() * dtype.itemsize
         self._memory = plain_memory(view) if view.dtype == dtype else None
 
-    def memory(self, begin: int, end: int) -> memoryview | None:
-        """Where the record's bytes [begin, end) can be put as they are; None if they must be converted or spread."""
+    def memory(self, begin: int, end: int) -> Tensor | None:
+        """Where the record's bytes [begin, end) can be put as they are, uint8; None if they are converted or spread."""
         if self._memory is None or begin < self.begin or end > self.end:
             return None
         return self._memory[begin - self.begin : end - self.begin]
@@ -59,10 +59,16 @@ class Use:
             target.copy_(self.view.as_strided(ref.shape, ref._stride))
 
 
-def plain_memory(view: Tensor) -> memoryview | None:
+def plain_memory(view: Tensor) -> Tensor | None:
     if view.device.type != "cpu" or not view.is_contiguous() or view.is_conj() or view.is_neg():
         return None
-    return memoryview(view.as_strided((view.numel(),), (1,)).view(torch.uint8).numpy())
+    return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
+
+
+def memory_for(uses: list[Use], begin: int, end: int) -> Tensor | None:
+    """The one place of the record's bytes [begin, end); None if none or several want them, or not as they are."""
+    touched = [use for use in uses if use.begin < end and begin < use.end]
+    return touched[0].memory(begin, end) if len(touched) == 1 else None
 
 
 def copy_flat(elements: Tensor, view: Tensor, begin: int) -> None:

@@ -18,9 +18,9 @@ from checkpoint_file import archive
 from checkpoint_file.archive import NO_CHECKSUM, Place
 from checkpoint_file.checksums import Checksums, share_out
 from checkpoint_file.errors import CheckpointError, agree_on_error, cannot_read
-from checkpoint_file.filling import Interval, Plan, Use, cut, memory_order, merged, own_pieces
+from checkpoint_file.filling import Interval, Plan, Use, cut, memory_for, memory_order, merged, own_pieces
 from checkpoint_file.nests import ShardedTensor, empty_storage, flat_pieces, leaves, map_leaves, tensor_in
-from checkpoint_file.sending import EVERYBODY, Bucket, Stream
+from checkpoint_file.sending import Message, Stream
 from checkpoint_file.skeleton import TensorRef, require_own_format
 from checkpoint_file.sources import open_source
 
@@ -103,7 +103,7 @@ class CheckpointReader:
         elif plan.rank == 0:
             self._send(plan, checksums)
         else:
-            Stream(self._group).receive(plan, lambda bucket, data: take(plan, bucket, data))
+            Stream(self._group).receive(plan)
         plan.finish()
         return checksums.parts()
 
@@ -121,10 +121,10 @@ class CheckpointReader:
         needs = [[sharded] for sharded in plan.sharded]
         slices = self._shared_out(plan.names, [*needs, [plan.whole]], [0])  # the last is EVERYBODY's
 
-        def load(bucket: Bucket, data: Tensor) -> None:
-            self._load(plan, bucket, data, slices[bucket.receiver], checksums)
+        def load(message: Message, data: Tensor) -> None:
+            self._load(plan, message, data, slices[message.receiver], checksums)
 
-        Stream(self._group).send(plan, load, lambda bucket, data: take(plan, bucket, data))
+        Stream(self._group).send(plan, load)
         self._bring_all(plan, [plan.sharded[0], slices[0]], plan.own_uses, slices[0], checksums)
 
     def _shared_out(
@@ -165,29 +165,32 @@ class CheckpointReader:
 
     def _bring(self, name: str, begin: int, end: int, uses: list[Use]) -> memoryview:
         """Read bytes straight into the one place that wants them, or spread them; returns them wherever they are."""
-        touched = [use for use in uses if use.begin < end and begin < use.end]
-        memory = touched[0].memory(begin, end) if len(touched) == 1 else None
-        if memory is not None:
+        place = memory_for(uses, begin, end)
+        if place is not None:
+            memory = memoryview(place.numpy())
             self._source.read_into(name, begin, memory)
             return memory
         data = self._source.read(name, begin, end)
-        for use in touched:
+        for use in uses:
             use.fill(data, begin)
         return memoryview(data.numpy())
 
     def _load(
-        self, plan: Plan, bucket: Bucket, data: Tensor, slices: dict[str, list[Interval]], checksums: Checksums
+        self, plan: Plan, message: Message, data: Tensor, slices: dict[str, list[Interval]], checksums: Checksums
     ) -> None:
+        """Read what a message holds into `data`, uint8 on the CPU."""
         memory = memoryview(data.numpy())
-        for source, begin, end, position, nbytes in bucket.segments:
-            if isinstance(source, str):
-                self._source.read_into(source, begin, memory[position : position + nbytes])
-                checksums.add(source, slices.get(source, []), begin, memory[position : position + nbytes])
+        for source, begin, end, position, nbytes in message.segments:
+            if isinstance(source, int):
+                elements = data[position : position + nbytes].view(plan.pairs[source][0].dtype)
+                for piece in flat_pieces(self._stored_view(plan, source), begin, end):
+                    elements[: piece.numel()].view(piece.shape).copy_(piece)
+                    elements = elements[piece.numel() :]
                 continue
-            elements = data[position : position + nbytes].view(plan.pairs[source][0].dtype)
-            for piece in flat_pieces(self._stored_view(plan, source), begin, end):
-                elements[: piece.numel()].view(piece.shape).copy_(piece)
-                elements = elements[piece.numel() :]
+            for low, high in cut([(begin, end)], archive.CHUNK_BYTES):
+                part = memory[position + low - begin : position + high - begin]
+                self._source.read_into(source, low, part)
+                checksums.add(source, slices.get(source, []), low, part)
 
     def _stored_view(self, plan: Plan, pair: int) -> Tensor:
         """The stored tensor of a pair, its elements row by row in the order of the target's memory."""
@@ -204,18 +207,6 @@ class CheckpointReader:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def take(plan: Plan, bucket: Bucket, data: Tensor) -> None:
-    """Put what has come in a bucket where it belongs on this rank."""
-    uses = plan.whole_uses if bucket.receiver == EVERYBODY else plan.own_uses
-    for source, begin, _, position, nbytes in bucket.segments:
-        piece = data[position : position + nbytes]
-        if isinstance(source, int):
-            plan.fill_scattered(source, begin, piece.view(plan.pairs[source][0].dtype))
-            continue
-        for use in uses[source]:
-            use.fill(piece, begin)
 
 
 def open_local_checkpoint(
@@ -260,18 +251,20 @@ def open_checkpoint(
     except Exception as problem:  # agreed by all ranks below
         error = problem
     try:
-        agree_on_error(error, group)
-        described = None
-        if is_root:
-            described = reader._source.signature() if on_all_ranks else describe_reader(reader)
-        root = dist.get_global_rank(group, 0) if group is not None else 0
-        described = distributed_utils.broadcast_object(described, root, group)
-        if on_all_ranks and reader._source.signature() != described:
-            error = CheckpointError(path, "this rank sees another file under this path than rank 0 does")
         if on_all_ranks:
-            agree_on_error(error, group)
-        elif reader is None:
-            reader = described_reader(path, *described)
+            told = distributed_utils.all_gather_list(reader and reader._source.signature(), group)
+            if None in told:
+                agree_on_error(error, group)
+            for rank, signature in enumerate(told):
+                if signature != told[0]:
+                    raise CheckpointError(path, "this rank sees another file under this path than rank 0", None, rank)
+        else:
+            root = dist.get_global_rank(group, 0) if group is not None else 0
+            described = distributed_utils.broadcast_object(reader and describe_reader(reader), root, group)
+            if described is None:
+                agree_on_error(error, group)
+            elif reader is None:
+                reader = described_reader(path, *described)
     except BaseException:
         if reader is not None:
             reader.close()

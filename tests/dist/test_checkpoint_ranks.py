@@ -36,7 +36,7 @@ def written(tmp_path, state=None) -> str:
 
 
 def shrink_buffers() -> None:
-    archive.CHUNK_BYTES, sending.BUCKET_BYTES = 256, 1024
+    archive.CHUNK_BYTES, sending.BUCKET_BYTES, sending.STRAIGHT_BYTES = 256, 1024, 512
 
 
 def caught(act) -> tuple:
