@@ -11,6 +11,7 @@ fully_shard divides sums by the number of ranks of its own accord; here gradient
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 import distributed_utils
 from trainer import optim
-from trainer.data_parallel import GradientReducer
+from trainer.data_parallel import GradientMismatchError, GradientReducer
 from trainer.errors import ConfigError
 from trainer.precision import FullPrecision
 from trainer.sharding import is_dtensor, local_of, placement_of
@@ -89,8 +90,7 @@ def wrap(
         fully_shard(unit, **settings)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other kind
-    if cfg.find_unused_parameters:
-        _count_unused_as_zero(model)
+    _count_unused_as_zero(model, cfg.find_unused_parameters)
     for parameter in whole:
         parameter.data = parameter.data.to(device)
     model.register_forward_hook(_reshard_without_grad)
@@ -145,13 +145,15 @@ def _kept_whole(model: nn.Module, units: list[nn.Module]) -> set[nn.Parameter]:
     return set(whole.values())
 
 
-def _count_unused_as_zero(model: nn.Module) -> None:
-    if not hasattr(model, "set_reduce_scatter_unused_params"):
+def _count_unused_as_zero(model: nn.Module, needed: bool) -> None:
+    # Otherwise ranks that used different parameters send messages of different lengths, and gloo ends the process.
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+    elif needed:
         raise ConfigError(
             f"distributed_training.find_unused_parameters=true with ddp_backend=fully_sharded needs a newer torch than "
             f"{torch.__version__}: leave it out, or take distributed_training.ddp_backend=pytorch_ddp"
         )
-    model.set_reduce_scatter_unused_params(True)
 
 
 def _reshard_without_grad(model: nn.Module, *_: Any) -> None:
@@ -212,10 +214,41 @@ class ShardedGradients:
 
         named = list(named_parameters)
         self._model, self._group, self._device = model, group, device
+        self._world_size, self._find_unused = world_size, find_unused_parameters
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._names = [name for name, parameter in named if is_dtensor(parameter)]
         self._sharded = [(parameter, _rows_of(parameter)) for _, parameter in named if is_dtensor(parameter)]
+        self._used = [False] * len(self._sharded)
+        for unit in self._units:
+            inner = [
+                module
+                for other in unit.modules()
+                if other is not unit and other in self._units
+                for module in other.modules()
+            ]
+            self._watch(unit, set(unit.modules()).difference(inner))
         whole = [(name, parameter) for name, parameter in named if not is_dtensor(parameter)]
         self._reducer = GradientReducer(whole, group, world_size, find_unused_parameters) if whole else None
+
+    def _watch(self, unit: nn.Module, modules: Iterable[nn.Module]) -> None:
+        """Note which parameters of `modules` get a gradient; what autograd sees of them exists once `unit` has begun."""
+        index = {id(parameter): i for i, (parameter, _) in enumerate(self._sharded)}
+        slots = [
+            (module._parameters, name, index[id(parameter)])
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if id(parameter) in index
+        ]
+
+        def begin(*_: Any) -> None:
+            handle.remove()
+            for parameters, name, i in slots:
+                parameters[name].register_post_accumulate_grad_hook(functools.partial(self._note, i))
+
+        handle = unit.register_forward_pre_hook(begin)
+
+    def _note(self, i: int, _: Tensor) -> None:
+        self._used[i] = True
 
     @property
     def rows(self) -> dict[int, nn.Parameter]:
@@ -233,6 +266,7 @@ class ShardedGradients:
     def prepare(self) -> None:
         for parameter, rows in self._sharded:
             parameter.grad = rows.grad = None
+        self._used = [False] * len(self._sharded)
         self._send_gradients(False)
         if self._reducer is not None:
             self._reducer.prepare()
@@ -253,12 +287,27 @@ class ShardedGradients:
             self._reducer.finish()
 
     def global_norm(self) -> Tensor:
-        """The L2 norm of all gradients, float32 [], the same on every rank; not finite if any gradient is not."""
+        """The L2 norm of all gradients, float32 [], the same on every rank; not finite if any gradient is not.
+
+        The message also says which parameters were used: one that no rank used has no gradient, as with one rank.
+        Raises: GradientMismatchError on all ranks alike.
+        """
         flats = self._reducer.flats if self._reducer is not None else []
-        own, whole = (optim.total_norm(gradients) for gradients in (self._own_gradients(), flats))
-        squares = own.to(self._device, torch.float64).square()
-        torch.distributed.all_reduce(squares, group=self._group)
-        return (squares + whole.to(self._device, torch.float64).square()).sqrt().float()
+        own, whole = (optim.total_norm(gradients).to(self._device) for gradients in (self._own_gradients(), flats))
+        used = torch.tensor(self._used, dtype=torch.float64).to(self._device)
+        message = torch.cat([own.double().square().reshape(1), used])
+        torch.distributed.all_reduce(message, group=self._group)
+        self._settle_unused(message[1:].tolist())
+        return (message[0] + whole.double().square()).sqrt().float()
+
+    def _settle_unused(self, counts: list[float]) -> None:
+        if min(counts, default=self._world_size) == self._world_size:
+            return
+        for name, (_, rows), count in zip(self._names, self._sharded, counts):
+            if count == 0:
+                rows.grad = None
+            elif count < self._world_size and not self._find_unused:
+                raise GradientMismatchError(name, int(count), self._world_size)
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:

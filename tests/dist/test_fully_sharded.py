@@ -25,7 +25,8 @@ def build(folder: str, sharded: bool, distributed: dict | None = None, **section
 
     sections.setdefault("task", {"_target_": "tests.resume.task.Toy"})
     if sharded:
-        sections["distributed_training"] = {"ddp_backend": "fully_sharded", **(distributed or {})}
+        distributed = {**sections.get("distributed_training", {}), **(distributed or {})}
+        sections["distributed_training"] = {"ddp_backend": "fully_sharded", **distributed}
     return Toy(config(Path(folder), **sections))
 
 
@@ -149,6 +150,7 @@ def _cases(folder: str) -> dict:
         "no trace": _validation_leaves_no_trace(folder),
         "bytes": _bytes_held(folder),
         "errors": _errors(folder),
+        "unused": _unused(folder),
     }
 
 
@@ -175,6 +177,23 @@ def _errors(folder: str) -> dict[str, str]:
     close(before, described(trainer.state_dict())["model"], rtol=0)
     del trainer.compute_loss
     found["afterwards"] = str(torch.tensor(trained(trainer, count=1)[0]["gnorm"]).isfinite().item())
+    return found
+
+
+def _unused(folder: str) -> dict:
+    """A bias that is used by no rank, by rank 1 alone, and by rank 1 alone where that is allowed."""
+    rank = torch.distributed.get_rank()
+    found = {}
+    for case, users, allowed in (("nobody", (), False), ("one", (1,), False), ("one, allowed", (1,), True)):
+        for sharded in (False, True):
+            trainer = build(folder, sharded, distributed_training={"find_unused_parameters": allowed})
+            trainer.validate("valid")
+            if rank not in users:
+                tied = trainer.model.tied
+                tied.forward = lambda h, tied=tied: torch.nn.functional.linear(h, tied.weight)
+            stats = []
+            error = _message(lambda: stats.extend(trained(trainer)))
+            found[case, sharded] = (error, stats, described(trainer.state_dict()) if stats else None)
     return found
 
 
@@ -231,3 +250,15 @@ def test_what_went_wrong_is_named_on_every_rank(cases):
         assert "the loss (nan)" in errors["loss"] and "rank 1" in errors["loss"], errors["loss"]
         assert "the gradient of second.weight" in errors["gradient"] and "rank 1" in errors["gradient"]
         assert errors["afterwards"] == "True"
+
+
+def test_parameters_that_ranks_do_not_use_count_as_with_data_parallel_ranks(cases):
+    results = [case["unused"] for case in cases]
+    for result in results:
+        for sharded in (False, True):
+            assert f"parameter tied.bias got a gradient on 1 of {len(cases)} ranks" in result["one", sharded][0]
+        for case in ("nobody", "one, allowed"):
+            assert result[case, True][0] == "nothing was raised"
+            close(result[case, False][1], result[case, True][1])
+    for case in ("nobody", "one, allowed"):
+        close(results[0][case, False][2], assembled([result[case, True][2] for result in results]))
