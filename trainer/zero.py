@@ -115,16 +115,19 @@ class ZeroOptimizer:
             `param_names` where it has them. What the other ranks pass is ignored.
         Returns: this rank's part in torch's layout, which this optimizer then holds already. Tensors with one element
             for each of a parameter are 1-D, the elements of its shard; all others are equal on every rank.
-        Raises: ConfigError on all ranks where the shapes do not fit.
+        Raises: on all ranks alike, ConfigError where the shapes do not fit.
         """
         group = self._zero_group
         sender = dist.get_global_rank(group, 0)
-        is_sender = dist.get_rank() == sender
+        is_sender, error = dist.get_rank() == sender, None
+        if is_sender and not {"state", "param_groups"} <= set(state_dict or ()):
+            error = ValueError("rank 0 of the group must pass the state of the whole optimizer, in torch's layout")
+        distributed_utils.agree(error, group)
         nest, kinds, tensors = _without_tensors(state_dict) if is_sender else ({}, [], [])
         nest, kinds = distributed_utils.broadcast_object((nest, kinds), sender, group)
         for position, (index, key, dtype, shape) in enumerate(kinds):
             nest["state"][index][key] = _Reference(position, dtype, shape)
-        optim.restore_optimizer_state(self, nest, lambda pairs: _hand_out(pairs, tensors, group, self.param_groups))
+        optim.restore_optimizer_state(self, nest, lambda pairs: _hand_out(pairs, tensors, group))
         return self.state_dict()
 
 
