@@ -96,7 +96,9 @@ def measure(size: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, i
     """(milliseconds of an update, turn by turn, bytes of optimizer state on the rank that has most) of each side."""
     batch, width, layers = SIZES[size]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    batches = [(torch.randn(batch, width, generator=generator), torch.randn(batch, 8, generator=generator)) for _ in range(8)]
+    batches = [
+        (torch.randn(batch, width, generator=generator), torch.randn(batch, 8, generator=generator)) for _ in range(8)
+    ]
     sides = {
         "plain": TrainerSide(width, layers, "none"),
         "zero": TrainerSide(width, layers, "os"),
@@ -129,7 +131,9 @@ def _most_bytes(state: dict) -> int:
 def _rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks), LOCAL_WORLD_SIZE=str(args.ranks))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks), LOCAL_WORLD_SIZE=str(args.ranks)
+    )
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
     for size in args.sizes:
         times, nbytes = measure(size, args.rounds)
@@ -140,7 +144,11 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
 
 
 def _print(ranks: int, size: str, times: dict[str, list[float]], nbytes: dict[str, int]) -> None:
-    for name, base, note in (("zero", "plain", f" (goal {GOAL})"), ("torch zero", "ddp", ""), ("zero", "torch zero", "")):
+    for name, base, note in (
+        ("zero", "plain", f" (goal {GOAL})"),
+        ("torch zero", "ddp", ""),
+        ("zero", "torch zero", ""),
+    ):
         ratio = statistics.median(a / b for a, b in zip(times[name], times[base]))
         medians = statistics.median(times[name]), statistics.median(times[base])
         share = nbytes[name] / (nbytes["plain"] / ranks)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20
-# Elements. Parameters start at multiples of it, so that a cut at a multiple is one for every parameter, and kernels that
-# walk vectors of elements meet each element at the same place of a vector, whole or cut.
-ALIGNMENT = 64
+ALIGNMENT_BYTES = (
+    64  # as torch aligns what it allocates: kernels may take another way, to other bits, for other addresses
+)
 
 
 class GradientMismatchError(RuntimeError):
@@ -35,19 +35,17 @@ class GradientMismatchError(RuntimeError):
 
 
 class Bucket:
-    """One flat buffer and the parameters whose gradients are views into it.
+    """One flat buffer and the parameters whose gradients are views into it, each at an aligned place."""
 
-    Args: num_shares: the layout divides into this many equal ranges, each a multiple of ALIGNMENT.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], num_shares: int, num_flags: int = 0) -> None:
+    def __init__(self, parameters: list[nn.Parameter], num_flags: int = 0) -> None:
         first = parameters[0] if parameters else None
         dtype = first.dtype if first is not None else torch.float32
         device = first.device if first is not None else torch.device("cpu")
         self.parameters = parameters
-        ends = list(itertools.accumulate(_padded(p.numel(), ALIGNMENT) for p in parameters))
+        multiple = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        ends = list(itertools.accumulate(-(-p.numel() // multiple) * multiple for p in parameters))
         self.begins = [0, *ends[:-1]]
-        self.numel = _padded(ends[-1] if ends else 0, ALIGNMENT * num_shares)
+        self.numel = ends[-1] if ends else 0
         self.buffer = torch.zeros(self.numel + num_flags, dtype=dtype, device=device)
         self.flat = self.buffer[: self.numel]
         self.flags = self.buffer[self.numel :]
@@ -63,10 +61,6 @@ class Bucket:
     def send(self, group: Any) -> None:
         message = torch.view_as_real(self.buffer) if self.buffer.is_complex() else self.buffer
         self.work = torch.distributed.all_reduce(message, group=group, async_op=True)
-
-
-def _padded(numel: int, multiple: int) -> int:
-    return -(-numel // multiple) * multiple
 
 
 def _view_like(piece: Tensor, parameter: Tensor) -> Tensor:
@@ -102,7 +96,7 @@ class GradientReducer:
     ) -> None:
         self._group, self._world_size, self._find_unused = group, world_size, find_unused_parameters
         named = list(named_parameters)[::-1]  # backward reaches the last registered parameters first
-        self.buckets = _lay_out([parameter for _, parameter in named], bucket_bytes, world_size)
+        self.buckets = _lay_out([parameter for _, parameter in named], bucket_bytes)
         self._used = [False] * len(named)
         self._armed = False
         self._next = 0
@@ -173,7 +167,7 @@ class GradientReducer:
                 raise GradientMismatchError(name, int(count), self._world_size)
 
 
-def _lay_out(parameters: list[nn.Parameter], bucket_bytes: int, num_shares: int) -> list[Bucket]:
+def _lay_out(parameters: list[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
     """Buckets of at most `bucket_bytes` (one parameter at least), each of one dtype and device, in the given order.
 
     The last bucket also carries one flag a parameter: on how many ranks it got a gradient. Flags are float32, exact
@@ -193,10 +187,9 @@ def _lay_out(parameters: list[nn.Parameter], bucket_bytes: int, num_shares: int)
         group.append(parameter)
         sizes[id(group)] += nbytes
     if groups and groups[-1][0].dtype == torch.float32:
-        last = Bucket(groups[-1], num_shares, num_flags=len(parameters))
-        return [*(Bucket(group, num_shares) for group in groups[:-1]), last]
-    flags = Bucket([], num_shares, num_flags=len(parameters))
+        return [Bucket(group) for group in groups[:-1]] + [Bucket(groups[-1], num_flags=len(parameters))]
+    flags = Bucket([], num_flags=len(parameters))
     if groups:
         flags.buffer = flags.buffer.to(groups[0][0].device)
         flags.flat, flags.flags = flags.buffer[:0], flags.buffer
-    return [*(Bucket(group, num_shares) for group in groups), flags]
+    return [Bucket(group) for group in groups] + [flags]

@@ -4,17 +4,19 @@ Owns: which range of each bucket a rank updates, the optimizer made to step that
 ranks updated, and the trial that tells whether an optimizer may be cut at all.
 Must not know: the Trainer, files, losses.
 
-The parameters of a bucket of the reducer become views of one flat buffer in the layout of its gradients. Rank r owns
-the r-th of as many equal ranges as there are ranks. Each parameter has a shard on each rank, its elements in the owned
-range (possibly none), and the optimizer's groups hold the shards instead of the parameters. So every rank's optimizer
+The parameters of a bucket of the reducer become views of one flat buffer in the layout of its gradients. It is cut into
+as many shares of equal size as there are ranks, and rank r owns the r-th. Each parameter has a shard on each rank, its
+elements in the owned share (possibly none), and the optimizer's groups hold the shards instead of the parameters. So every rank's optimizer
 has the same groups, names and state keys, and only the lengths differ. Source of the idea: Rajbhandari et al. 2020,
 arXiv:1910.02054, stage 1; here the cut goes through flat buckets, not between whole tensors.
 """
 
 from __future__ import annotations
 
+import bisect
 import copy
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +27,14 @@ from torch import Tensor, nn
 
 import distributed_utils
 from trainer import optim
-from trainer.data_parallel import ALIGNMENT, Bucket, GradientReducer
+from trainer.data_parallel import Bucket, GradientReducer
 from trainer.errors import ConfigError
 from trainer.sharding import Placement
 
-PROBE_SHAPE = (5, ALIGNMENT)  # of the parameter on trial
-PROBE_CUT = 2 * ALIGNMENT  # where it is cut
+# Parameters are cut at multiples of it, so that kernels that walk vectors of elements meet the same vectors: the last few
+# elements take another way, and the fused AdamW of torch 2.13 gave other bits for cuts between vectors.
+CUT_BYTES = 128
+PROBE_SHAPE = (5, 67)  # of the parameter on trial; not a multiple of any vector
 PROBE_UPDATES = 3
 MESSAGE_BYTES = 4 * 2**20  # of a state dict on its way from rank 0
 
@@ -78,10 +82,9 @@ class ZeroOptimizer:
         self._zero_exchanges = []
         shards: dict[int, _Shard] = {}
         for bucket in reducer.buckets:
-            flat = _flat_parameters(bucket)
-            shards |= {id(one.parameter): one for one in _shards(bucket, flat, rank, num_ranks)}
-            if bucket.numel:
-                self._zero_exchanges.append(flat.chunk(num_ranks))
+            flat, cuts = _flat_parameters(bucket), _cuts(bucket, num_ranks)
+            shards |= {id(one.parameter): one for one in _shards(bucket, flat, cuts[rank], cuts[rank + 1])}
+            self._zero_exchanges.append([flat[begin:end] for begin, end in itertools.pairwise(cuts)])
         self._zero_shards = []
         for param_group in self.param_groups:
             own = [shards.get(id(parameter)) for parameter in param_group["params"]]
@@ -141,11 +144,27 @@ def _flat_parameters(bucket: Bucket) -> Tensor:
     return flat
 
 
-def _shards(bucket: Bucket, flat: Tensor, rank: int, num_ranks: int) -> Iterator[_Shard]:
-    share = bucket.numel // num_ranks
+def _cuts(bucket: Bucket, num_ranks: int) -> list[int]:
+    """Where the shares of the ranks begin in the layout of `bucket`, and its end: as equal as CUT_BYTES allows."""
+    multiple = CUT_BYTES // bucket.flat.element_size()
+    sizes = [parameter.numel() for parameter in bucket.parameters]
+    ends = list(itertools.accumulate(sizes))
+    cuts = [0]
+    for rank in range(1, num_ranks):
+        wanted = ends[-1] * rank // num_ranks if ends else 0  # elements before this cut, padding not counted
+        index = bisect.bisect_left(ends, wanted)
+        if index == len(ends):
+            cuts.append(0)
+            continue
+        within = wanted - ends[index] + sizes[index]
+        cuts.append(bucket.begins[index] + min(sizes[index], round(within / multiple) * multiple))
+    return [*cuts, bucket.numel]
+
+
+def _shards(bucket: Bucket, flat: Tensor, share_begin: int, share_end: int) -> Iterator[_Shard]:
     for parameter, start, gradient in zip(bucket.parameters, bucket.begins, bucket.views):
-        begin = max(start, rank * share)
-        end = max(begin, min(start + parameter.numel(), (rank + 1) * share))
+        begin = max(start, share_begin)
+        end = max(begin, min(start + parameter.numel(), share_end))
         first = begin - start if begin < end else 0
         shard = nn.Parameter(flat[begin:end])
         shard.placement = Placement(parameter.shape, parameter.stride(), first, end - begin)
@@ -165,16 +184,16 @@ def _cut_state(state: Mapping[str, Any] | None, shard: nn.Parameter, elementwise
     }
 
 
-def _start_gather(shares: tuple[Tensor, ...], group: Any) -> list[dist.Work]:
-    """Begin to give every rank the share of each; the shares lie one after another in memory."""
-    rank = dist.get_rank(group)
+def _start_gather(shares: list[Tensor], group: Any) -> list[dist.Work]:
+    """Begin to give every rank the share of each; the shares lie one after another in memory, some may be empty."""
     shares = [torch.view_as_real(share) if share.is_complex() else share for share in shares]
     if shares[0].device.type == "cpu":  # gloo gathers through buffers of its own; broadcasts go from place to place
         return [
             dist.broadcast(share, dist.get_global_rank(group, owner), group=group, async_op=True)
             for owner, share in enumerate(shares)
+            if share.numel()
         ]
-    return [dist.all_gather(shares, shares[rank], group=group, async_op=True)]
+    return [dist.all_gather(shares, shares[dist.get_rank(group)], group=group, async_op=True)]
 
 
 # ---------------------------------------------------------------------------------------------------- may it be cut?
@@ -201,7 +220,8 @@ def elementwise_state(optimizer: torch.optim.Optimizer) -> frozenset[str]:
 
 def _tried(optimizer: torch.optim.Optimizer, settings: dict, dtype: torch.dtype, device: torch.device) -> frozenset:
     values = _random_values(dtype, device)
-    cuts = [slice(0, PROBE_CUT), slice(PROBE_CUT, None)]
+    cut = CUT_BYTES // dtype.itemsize
+    cuts = [slice(0, cut), slice(cut, None)]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             whole, state = _train(optimizer, settings, values)

@@ -189,7 +189,10 @@ def hand_out_a_whole_state() -> list[float]:
     arrived = {names[index]: entry for index, entry in whole_state(cut)["state"].items()}
     if rank == 0:
         expected = optim.optimizer_state(plain)["state"]
-        assert all(same(dict(sorted(arrived[name].items())), dict(sorted(expected[i].items()))) for i, (name, _) in enumerate(named))
+        assert all(
+            same(dict(sorted(arrived[name].items())), dict(sorted(expected[i].items())))
+            for i, (name, _) in enumerate(named)
+        )
     total = sum(2 * parameter.nbytes for _, parameter in named)
     largest = max(2 * parameter.nbytes for _, parameter in named[1:])
     return [received / own, own - total / group.size() - largest]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from tests.dist.harness import run_ranks
 from tests.resume.harness import assert_same_run, config, first_difference, load, read_log, run_to_status
 
 ZERO = {"zero_sharding": "os"}
+# Three groups that interleave the order of the parameters, the criterion's among them.
+GROUPS = [{"pattern": "weight|temperature", "weight_decay": 0.1}, {"pattern": r"head|scale", "lr_scale": 0.5}]
+OPTIMIZERS = {
+    "adamw": {"_target_": "torch.optim.AdamW", "amsgrad": True, "groups": GROUPS},
+    "adagrad": {"_target_": "torch.optim.Adagrad", "initial_accumulator_value": 0.1, "weight_decay": 0.0},
+}
 
 
 @pytest.mark.parametrize("ranks, on_all_ranks", [(3, True), (4, False)])
@@ -22,3 +32,73 @@ def test_a_run_that_was_stopped_equals_the_one_that_was_not_and_the_one_without_
     one, other = load(plain), load(through)
     assert one.pop("cfg") != other.pop("cfg")
     assert first_difference(one, other) is None
+
+
+def content(folder: Path, name: str) -> dict:
+    """A checkpoint without what says who wrote it."""
+    state = load(folder, name)
+    del state["cfg"], state["extra_state"]["ranks"]
+    return state
+
+
+def trainer(folder: Path, optimizer: str, zero_sharding: str, on_all_ranks: bool):
+    from tests.resume.task import Toy
+
+    cfg = config(
+        folder,
+        optimizer=OPTIMIZERS[optimizer],
+        distributed_training={"zero_sharding": zero_sharding},
+        checkpoint={"load_checkpoint_on_all_dp_ranks": on_all_ranks},
+        ema={"store_ema": True, "ema_decay": 0.9},
+    )
+    return Toy(cfg)
+
+
+def trained(folder: Path, optimizer: str, zero_sharding: str) -> None:
+    """A run of three updates, saved as start.pt."""
+    run = trainer(folder, optimizer, zero_sharding, True)
+    for update in range(3):
+        generator = torch.Generator().manual_seed(10 * update + run.data_parallel_rank)
+        run.train_step([(torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator))])
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    run.save_checkpoint(str(folder / "checkpoints" / "start.pt"))
+
+
+def saved_again(folder: Path, optimizer: str) -> list[str]:
+    """start.pt loaded in every way that this number of ranks has; each is saved again under the name that is returned."""
+    names = []
+    for zero_sharding in ("none", "os"):
+        for on_all_ranks in (False, True):
+            run = trainer(folder, optimizer, zero_sharding, on_all_ranks)
+            run.load_checkpoint(str(folder / "checkpoints" / "start.pt"))
+            assert run.get_num_updates() == 3
+            assert all(len(report) == 0 for report in (run.load_report.fresh, run.load_report.dropped))
+            _check_bytes(run, zero_sharding)
+            names.append(f"{run.data_parallel_world_size}_{zero_sharding}_{on_all_ranks}.pt")
+            run.save_checkpoint(str(folder / "checkpoints" / names[-1]))
+    return names
+
+
+def _check_bytes(run, zero_sharding: str) -> None:
+    """Of the state that has an element for each element of a parameter, a rank holds its share and one tensor at most."""
+    from trainer.sharding import whole_shape
+
+    held, whole = [], []
+    for parameter, entry in run.optimizer.state.items():
+        for value in (value for key, value in entry.items() if key != "step"):
+            held.append(value.nbytes)
+            whole.append(whole_shape(parameter).numel() * value.element_size())
+    assert len(whole) > 20 or sum(whole) > 500
+    if zero_sharding == "os" and run.data_parallel_world_size > 1:
+        assert sum(held) <= sum(whole) / run.data_parallel_world_size + max(whole)
+    else:
+        assert held == whole
+
+
+@pytest.mark.parametrize("optimizer, zero_sharding", [("adamw", "os"), ("adagrad", "os"), ("adamw", "none")])
+def test_what_two_ranks_saved_is_what_any_others_hold_after_a_load(tmp_path, optimizer, zero_sharding):
+    run_ranks(trained, 2, tmp_path, optimizer, zero_sharding)
+    start = content(tmp_path, "start.pt")
+    for ranks in (1, 3, 4) if zero_sharding == "os" else (3,):
+        for name in run_ranks(saved_again, ranks, tmp_path, optimizer)[0]:
+            assert first_difference(start, content(tmp_path, name)) is None, name
