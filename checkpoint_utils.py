@@ -57,10 +57,13 @@ class CheckpointConfig:
     save_dir: str = field(default="${run_dir}/checkpoints", metadata={"help": "folder of the run's checkpoints"})
     restore_file: str = field(
         default=DEFAULT_RESTORE_FILE,
-        metadata={"help": "checkpoint to start from; the default is the run's own newest, or a fresh start without one"},
+        metadata={
+            "help": "checkpoint to start from; the default is the run's own newest, or a fresh start without one"
+        },
     )
     finetune_from_model: str | None = field(
-        default=None, metadata={"help": "checkpoint of which a new run takes the parameters and nothing else; null: none"}
+        default=None,
+        metadata={"help": "checkpoint of which a new run takes the parameters and nothing else; null: none"},
     )
     reset_optimizer: bool = field(
         default=False, metadata={"help": "drop the optimizer's moments at the load, once per run"}
@@ -79,7 +82,8 @@ class CheckpointConfig:
         metadata={"help": "optimizer settings that replace this config's at a load, a mapping or its text; {}: none"},
     )
     save_interval: int = field(
-        default=1, metadata={"help": "save checkpoint{E}.pt every this many epochs, >= 0; 0: no save for an epoch's end"}
+        default=1,
+        metadata={"help": "save checkpoint{E}.pt every this many epochs, >= 0; 0: no save for an epoch's end"},
     )
     save_interval_updates: int = field(
         default=0, metadata={"help": "save checkpoint_{E}_{U}.pt every this many updates, >= 0; 0: no such saves"}
@@ -117,7 +121,9 @@ class CheckpointConfig:
     )
     read_method: str = field(
         default="auto",
-        metadata={"help": "auto, mmap or pread: how bytes come from the file; auto reads by offset, which is the fastest"},
+        metadata={
+            "help": "auto, mmap or pread: how bytes come from the file; auto reads by offset, which is the fastest"
+        },
     )
     load_include: Any = field(
         default_factory=list,
@@ -148,7 +154,9 @@ class CheckpointConfig:
             if getattr(self, name) < -1:
                 found.append(f"checkpoint.{name}={getattr(self, name)}: must be -1 or above")
         if self.read_method not in checkpoint_file.READ_METHODS:
-            found.append(f"checkpoint.read_method={self.read_method}: must be {', '.join(checkpoint_file.READ_METHODS)}")
+            found.append(
+                f"checkpoint.read_method={self.read_method}: must be {', '.join(checkpoint_file.READ_METHODS)}"
+            )
         if not self.best_checkpoint_metric:
             found.append("checkpoint.best_checkpoint_metric is empty: name a metric, such as loss")
         if not self.save_dir:
@@ -174,6 +182,7 @@ class CheckpointName:
     """The name of a checkpoint: the only place that writes one and reads one.
 
     kind: "last", "best", "epoch" (epoch), "update" (epoch, num_updates), "ranked" (metric, value).
+    folder: whether it is that of a folder (distributed_training.use_sharded_state), which has no suffix.
     """
 
     kind: str
@@ -181,15 +190,17 @@ class CheckpointName:
     num_updates: int | None = None
     metric: str | None = None
     value: float | None = None
+    folder: bool = False
 
     def __str__(self) -> str:
+        suffix = "" if self.folder else ".pt"
         if self.kind == "epoch":
-            return f"checkpoint{self.epoch}.pt"
+            return f"checkpoint{self.epoch}{suffix}"
         if self.kind == "update":
-            return f"checkpoint_{self.epoch}_{self.num_updates}.pt"
+            return f"checkpoint_{self.epoch}_{self.num_updates}{suffix}"
         if self.kind == "ranked":  # repr has the fewest digits that tell this float from every other
-            return f"checkpoint.best_{self.metric}_{float(self.value)!r}.pt"
-        return f"checkpoint_{self.kind}.pt"
+            return f"checkpoint.best_{self.metric}_{float(self.value)!r}{suffix}"
+        return f"checkpoint_{self.kind}{suffix}"
 
     @staticmethod
     def ranked(metric: str, value: float) -> CheckpointName:
@@ -198,16 +209,16 @@ class CheckpointName:
     @staticmethod
     def parse(filename: str) -> CheckpointName | None:
         """The name that `filename` is, None for any text that `str` of a CheckpointName does not give."""
-        name = None
-        if match := re.fullmatch(r"checkpoint_(last|best)\.pt", filename):
-            name = CheckpointName(match[1])
-        elif match := re.fullmatch(r"checkpoint([0-9]+)\.pt", filename):
-            name = CheckpointName("epoch", epoch=int(match[1]))
-        elif match := re.fullmatch(r"checkpoint_([0-9]+)_([0-9]+)\.pt", filename):
-            name = CheckpointName("update", epoch=int(match[1]), num_updates=int(match[2]))
-        elif match := re.fullmatch(r"checkpoint\.best_(.+)_(-?[0-9.]+(?:e[+-][0-9]+)?)\.pt", filename):
+        name, stem, folder = None, filename.removesuffix(".pt"), not filename.endswith(".pt")
+        if match := re.fullmatch(r"checkpoint_(last|best)", stem):
+            name = CheckpointName(match[1], folder=folder)
+        elif match := re.fullmatch(r"checkpoint([0-9]+)", stem):
+            name = CheckpointName("epoch", epoch=int(match[1]), folder=folder)
+        elif match := re.fullmatch(r"checkpoint_([0-9]+)_([0-9]+)", stem):
+            name = CheckpointName("update", epoch=int(match[1]), num_updates=int(match[2]), folder=folder)
+        elif match := re.fullmatch(r"checkpoint\.best_(.+)_(-?[0-9.]+(?:e[+-][0-9]+)?)", stem):
             try:
-                name = CheckpointName("ranked", metric=match[1], value=float(match[2]))
+                name = CheckpointName("ranked", metric=match[1], value=float(match[2]), folder=folder)
             except ValueError:
                 return None
         return name if name is not None and str(name) == filename else None
@@ -224,8 +235,12 @@ def temporary_name(filename: str) -> str:
 
 
 def is_temporary_name(filename: str) -> bool:
-    match = re.fullmatch(r"\.(.+\.pt)\.[0-9]+\.tmp", filename)
-    return match is not None and CheckpointName.parse(match[1]) is not None
+    match = re.fullmatch(r"\.(.+)\.[0-9]+\.tmp", filename)
+    return match is not None and is_name_of_content(match[1])
+
+
+def is_name_of_content(filename: str) -> bool:
+    return CheckpointName.parse(filename) is not None or is_linked_name(filename)
 
 
 # ----------------------------------------------------------------------------------------------------- best score
@@ -303,12 +318,14 @@ def checkpoint_names(
     score: float | None = None,
     ranked: Iterable[float] = (),
     stopping: bool = False,
+    folders: bool = False,
 ) -> list[str]:
     """The names under which this state is saved; checkpoint_last.pt, with which the save counts, comes last.
 
     Args:    epoch: the epoch that ends here (end_of_epoch) or is being trained. improved: `score` is the best so far.
              score: the fresh value of best_checkpoint_metric, None where there is none.
              ranked: scores of the best checkpoints in the folder. stopping: the run ends here and must find a file.
+             folders: the names are those of folders.
     """
     if cfg.no_save:
         return []
@@ -328,7 +345,7 @@ def checkpoint_names(
         names.append(CheckpointName("last"))
     elif stopping and not any(name.kind in ("update", "epoch") for name in names):
         names.append(CheckpointName("update", epoch=epoch, num_updates=num_updates))
-    return [str(name) for name in names]
+    return [str(dataclasses.replace(name, folder=folders)) for name in names]
 
 
 def deserves_a_rank(score: float, ranked: list[float], keep: int, maximize: bool) -> bool:
@@ -387,20 +404,22 @@ def save_checkpoint(
     improved = trainer.best.update(val_loss, num_updates)
     epoch, end_of_epoch = epoch_of(epoch_itr)
     save_dir, group = expand(cfg.save_dir), trainer.data_parallel_process_group
+    folders = getattr(trainer, "use_sharded_state", False)
 
     def decide() -> list[str]:
         ranked = ranked_scores(save_dir, cfg.best_checkpoint_metric)
-        return checkpoint_names(cfg, epoch, num_updates, end_of_epoch, improved, val_loss, ranked, stopping)
+        return checkpoint_names(cfg, epoch, num_updates, end_of_epoch, improved, val_loss, ranked, stopping, folders)
 
     names = on_rank_0(decide, group)
     if not names:
         return None
     paths = [os.path.join(save_dir, name) for name in names]
     extra_state = {"train_iterator": epoch_itr.state_dict(), "val_loss": val_loss, "best": trainer.best.best}
-    trainer.save_checkpoint(paths[0], extra_state)
-    on_rank_0(lambda: link_names(paths), group)
+    content = on_rank_0(lambda: place_of_folder(paths[0], epoch, num_updates), group) if folders else paths[0]
+    trainer.save_checkpoint(content, extra_state)
+    on_rank_0(lambda: name_folder(content, paths) if folders else link_names(paths), group)
     on_rank_0(lambda: prune_checkpoints(save_dir, cfg, trainer.run_id, is_score(val_loss), but=names), group)
-    nbytes = os.path.getsize(paths[0]) if distributed_utils.get_rank(group) == 0 else 0
+    nbytes = bytes_of(paths[0]) if distributed_utils.get_rank(group) == 0 else 0
     return SavedCheckpoint(paths, nbytes, time.perf_counter() - begun)
 
 
@@ -606,18 +625,28 @@ def prune_checkpoints(
     save_dir = expand(save_dir)
     names = os.listdir(save_dir) if os.path.isdir(save_dir) else []
     if run_id is not None and stale_checkpoints(names, cfg, rank_too):  # ask the files only where it matters
-        prunable = [n for n in names if (name := CheckpointName.parse(n)) and name.kind in ("update", "epoch", "ranked")]
+        prunable = [
+            n for n in names if (name := CheckpointName.parse(n)) and name.kind in ("update", "epoch", "ranked")
+        ]
         names = [name for name in prunable if written_by(os.path.join(save_dir, name)) == run_id]
     removed = []
-    for name in stale_checkpoints(names, cfg, rank_too):
-        if name in but:
-            continue
+    stale = [name for name in stale_checkpoints(names, cfg, rank_too) if name not in but]
+    for path in [os.path.join(save_dir, name) for name in stale] + replaced_in_the_other_form(save_dir, but, run_id):
         try:
-            os.unlink(os.path.join(save_dir, name))
-            removed.append(os.path.join(save_dir, name))
-        except OSError as error:
-            logger.warning("%s: no longer kept, but cannot be deleted: %s", os.path.join(save_dir, name), error)
+            keep_what_links_name(path)
+            remove(path)
+            removed.append(path)
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s: no longer kept, but cannot be deleted: %s", path, error)
+    remove_folders_without_link(save_dir)
     return removed
+
+
+def replaced_in_the_other_form(save_dir: str, saved: Iterable[str], run_id: str | None) -> list[str]:
+    """checkpoint_last.pt where the run has just saved the folder checkpoint_last, or the other way round; and best."""
+    names = [name for name in map(CheckpointName.parse, saved) if name is not None and name.kind in ("last", "best")]
+    others = [os.path.join(save_dir, str(dataclasses.replace(name, folder=not name.folder))) for name in names]
+    return [path for path in others if run_id is not None and os.path.lexists(path) and written_by(path) == run_id]
 
 
 def written_by(path: str) -> str | None:
@@ -633,6 +662,197 @@ def written_by(path: str) -> str | None:
 def _written_by(path: str, *_identity: int) -> str | None:
     facts = read_facts(path)
     return facts.run_id if facts.problem is None else None
+
+
+# ---------------------------------------------------------------------------------------------------------- folders
+
+
+def publish_checkpoint_folder(state: dict[str, Any], foldername: str | os.PathLike, group: Any = None) -> int:
+    """Write `state` as the folder `foldername`: complete, checksummed and on the disk, or not at all. Collective.
+
+    Every rank writes its part of it. Returns the bytes of all its files.
+    Raises: on all ranks UnsavableValueError, CheckpointWriteError; `foldername` is then what it was before.
+    """
+    path = expand(foldername).rstrip("/")
+    temporary, hold = (
+        os.path.join(os.path.dirname(path), on_rank_0(lambda: temporary_name(os.path.basename(path)), group)),
+        None,
+    )
+    try:
+        hold = on_rank_0(lambda: hold_folder(temporary, path), group, share=False)
+        nbytes = checkpoint_file.write_checkpoint_folder(state, temporary, group)
+        on_rank_0(lambda: put_in_place(temporary, path), group)
+        return nbytes
+    except CheckpointError as error:
+        raise type(error)(path, error.problem + hint_for(error), error.record, error.rank) from error
+    finally:
+        if hold is not None:
+            os.close(hold)
+        if distributed_utils.get_rank(group) == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # where it was put in place there is none
+
+
+def hold_folder(temporary: str, path: str) -> int:
+    """Make the folder and mark it as being written by a living process. Returns the descriptor that holds it."""
+    try:
+        os.makedirs(temporary)
+        fd = os.open(temporary, os.O_RDONLY)
+    except OSError as error:
+        raise write_error(path, error) from error
+    lock(fd)
+    return fd
+
+
+def put_in_place(temporary: str, path: str) -> None:
+    """Give a folder its name. What has the name steps aside for an instant, and back if that was the last one."""
+    folder, name = os.path.split(path)
+    aside = os.path.join(folder, temporary_name(name).removesuffix(".tmp") + ".old")
+    try:
+        sync_folder(temporary)
+        if os.path.lexists(path):
+            os.rename(path, aside)
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            put_back(aside)
+            raise
+        sync_folder(folder)
+        remove(aside)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def put_back(aside: str) -> bool:
+    """Undo the first half of `put_in_place`. False: there is nothing to undo."""
+    folder, name = os.path.split(aside)
+    path = os.path.join(folder, re.fullmatch(r"\.(.+)\.[0-9]+\.old", name)[1])
+    if not os.path.lexists(aside) or os.path.lexists(path):
+        return False
+    os.rename(aside, path)
+    return True
+
+
+def place_of_folder(path: str, epoch: int, num_updates: int) -> str:
+    """Where a save whose first name is `path` has its folder: there, unless that is a link, checkpoint_last or _best.
+
+    What links alone name is hidden, so that retention does not count it, and new each time: a link changes over in
+    one instant.
+    """
+    if CheckpointName.parse(os.path.basename(path)).kind not in ("last", "best"):
+        keep_what_links_name(path)
+        return path
+    return free_name(os.path.join(os.path.dirname(path), linked_name(epoch, num_updates)))
+
+
+def linked_name(epoch: int, num_updates: int) -> str:
+    return f".checkpoint_{epoch}_{num_updates}"
+
+
+def is_linked_name(filename: str) -> bool:
+    return re.fullmatch(r"\.checkpoint_[0-9]+_[0-9]+(-[0-9]+)?", filename) is not None
+
+
+def name_folder(content: str, paths: list[str]) -> None:
+    """Give the folder `content` all names of the save, in the order given: last and best are links to it."""
+    for path in paths:
+        if path != content and CheckpointName.parse(os.path.basename(path)).kind in ("last", "best"):
+            replace_link(path, os.path.basename(content))
+        elif path != content:
+            keep_what_links_name(path)
+            clone_folder(content, path)
+    try:
+        sync_folder(os.path.dirname(content))
+    except OSError as error:
+        raise write_error(paths[-1], error) from error
+
+
+def replace_link(path: str, target: str) -> None:
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, temporary_name(name))
+    try:
+        unlink(temporary)
+        os.symlink(target, temporary)
+        if os.path.isdir(path) and not os.path.islink(path):  # saved under this name itself, not by a run
+            put_in_place(temporary, path)
+        else:
+            os.replace(temporary, path)
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        unlink(temporary)
+
+
+def clone_folder(source: str, path: str) -> None:
+    """A folder with the same files, linked and not copied, under another name."""
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, temporary_name(name))
+    try:
+        os.makedirs(temporary)
+        for entry in os.listdir(source):
+            link_or_copy(os.path.join(source, entry), os.path.join(temporary, entry))
+        put_in_place(temporary, path)
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def links_to(path: str) -> list[str]:
+    """checkpoint_last and checkpoint_best, as far as they are links to the folder `path` beside them."""
+    folder, name = os.path.split(path)
+    links = [os.path.join(folder, str(CheckpointName(kind, folder=True))) for kind in ("best", "last")]
+    return [link for link in links if os.path.islink(link) and os.readlink(link) == name]
+
+
+def keep_what_links_name(path: str) -> None:
+    """Before the folder `path` is deleted or replaced: what a link names stays, under a hidden name."""
+    links, name = links_to(path), CheckpointName.parse(os.path.basename(path))
+    if not links:
+        return
+    facts = read_facts(path)
+    hidden = free_name(os.path.join(os.path.dirname(path), linked_name(name.epoch or 0, max(facts.num_updates, 0))))
+    clone_folder(path, hidden)
+    for link in links:
+        replace_link(link, os.path.basename(hidden))
+
+
+def remove_folders_without_link(save_dir: str) -> list[str]:
+    """Remove the hidden folders that no link names any more."""
+    hidden = [name for name in os.listdir(save_dir) if is_linked_name(name)] if os.path.isdir(save_dir) else []
+    removed = [path for name in hidden if not links_to(path := os.path.join(save_dir, name))]
+    for path in removed:
+        try:
+            remove(path)
+        except OSError as error:
+            logger.warning("%s: no longer needed, but cannot be deleted: %s", path, error)
+    return removed
+
+
+def remove(path: str) -> None:
+    """Remove a file, a link, or a folder, whose name is free before the first of its files is gone."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        return unlink(path)
+    folder, name = os.path.split(path)
+    if not is_temporary_name(name) and not name.endswith(".old"):
+        temporary = os.path.join(folder, temporary_name(name))
+        os.rename(path, temporary)
+        path = temporary
+    shutil.rmtree(path)
+
+
+def free_name(path: str) -> str:
+    number, free = 1, path
+    while os.path.lexists(free):
+        number += 1
+        free = f"{path}-{number}"
+    return free
+
+
+def bytes_of(path: str) -> int:
+    """The bytes of a file, or of all files of a folder."""
+    if not os.path.isdir(path):
+        return os.path.getsize(path)
+    return sum(entry.stat().st_size for entry in os.scandir(path))
 
 
 # ------------------------------------------------------------------------------------------------- choosing a file
@@ -739,29 +959,44 @@ def read_facts(path: str, whole: bool = False) -> FileFacts:
         history = saved.get("optimizer_history") or [{}]
         facts = FileFacts(
             path,
-            (checkpoint_file.verify_file(path) or [None])[0] if whole else None,
+            (checkpoint_file.verify_checkpoint(path) or [None])[0] if whole else None,
             int(history[-1].get("num_updates") or 0),
             saved.get("run_id"),
             (saved.get("cfg") or {}).get("checkpoint") or {},
         )
     except (CheckpointDamagedError, checkpoint_file.NotACheckpointError) as error:
         return FileFacts(path, error.problem)
+    except checkpoint_file.CheckpointNotFoundError:
+        if not os.path.islink(path):
+            raise
+        return FileFacts(path, f"is a link to {os.readlink(path)}, which is not there")
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         return FileFacts(path, f"its contents are not those of a checkpoint ({type(error).__name__}: {error})")
     return facts
 
 
 def gather_facts(save_dir: str, known: Mapping[str, str]) -> tuple[FileFacts | None, list[FileFacts]]:
-    """Facts of checkpoint_last.pt, and of the others where it is missing or damaged. known: damage found by loading."""
+    """Facts of the run's last checkpoint, and of the others where it is missing or damaged.
+
+    Where the run changed between files and folders there may be two, checkpoint_last.pt and checkpoint_last; the one
+    with more updates is the last. known: damage found by loading.
+    """
 
     def facts_of(path: str, whole: bool) -> FileFacts:
         return FileFacts(path, known[path]) if path in known else read_facts(path, whole)
 
-    last_path = os.path.join(save_dir, str(CheckpointName("last")))
-    last = facts_of(last_path, whole=False) if os.path.lexists(last_path) else None
-    if last is not None and last.problem is None:
-        return last, []
-    return last, [facts_of(path, whole=True) for path in checkpoint_paths(save_dir) if path != last_path]
+    lasts = [facts_of(path, whole=False) for path in last_paths(save_dir)]
+    last = next((facts for facts in lasts if facts.problem is not None), None)
+    if lasts and last is None:
+        return max(lasts, key=lambda facts: facts.num_updates), []
+    seen = last.path if last is not None else None
+    return last, [facts_of(path, whole=True) for path in checkpoint_paths(save_dir) if path != seen]
+
+
+def last_paths(save_dir: str) -> list[str]:
+    """checkpoint_last as a folder and checkpoint_last.pt, as far as they are there."""
+    paths = [os.path.join(save_dir, str(CheckpointName("last", folder=folder))) for folder in (True, False)]
+    return [path for path in paths if os.path.lexists(path)]
 
 
 def decide_what_to_load(cfg: Any, known: Mapping[str, str]) -> tuple[Choice, dict[str, Any]]:
@@ -769,8 +1004,8 @@ def decide_what_to_load(cfg: Any, known: Mapping[str, str]) -> tuple[Choice, dic
     save_dir, wish = expand(cfg.save_dir), restore_wish(cfg)
     if wish and not os.path.exists(wish) and os.path.exists(os.path.join(save_dir, wish)):
         wish = os.path.join(save_dir, wish)  # restore_file=checkpoint_best.pt
-    last_path = os.path.join(save_dir, str(CheckpointName("last")))
-    same_file = bool(wish) and os.path.realpath(wish) == os.path.realpath(last_path)
+    default = os.path.join(save_dir, str(CheckpointName("last")))
+    same_file = bool(wish) and os.path.realpath(wish) in map(os.path.realpath, [default, *last_paths(save_dir)])
     last, others = (None, []) if same_file else gather_facts(save_dir, known)
     choice = choose(cfg, last, others, same_file)
     if choice.asked_for:
@@ -785,11 +1020,12 @@ def decide_what_to_load(cfg: Any, known: Mapping[str, str]) -> tuple[Choice, dic
 
 def facts_of_wish(choice: Choice) -> FileFacts:
     """Raise, naming the override that asked for the file, unless its structure is that of a checkpoint."""
+    any_folder = choice.source == "finetune_from_model" and os.path.isdir(choice.path)  # also of another program
     try:
-        checkpoint_file.open_local_checkpoint(choice.path).close()
+        checkpoint_file.open_local_checkpoint(choice.path, own_format=not any_folder).close()
     except CheckpointError as error:
         raise asked_for_error(choice, error) from error
-    facts = read_facts(choice.path)
+    facts = FileFacts(choice.path) if any_folder else read_facts(choice.path)
     if facts.problem is not None:
         raise asked_for_error(choice, CheckpointDamagedError(choice.path, facts.problem))
     return facts
@@ -900,22 +1136,34 @@ def forget_other_metric(cfg: Any, trainer: Any, saved: Mapping[str, Any]) -> Non
 
 def put_aside(cfg: Any, choice: Choice, num_updates: int) -> list[str]:
     """After a load: keep damaged files under another name, and those that a new wish leaves behind in a folder."""
-    moved = [move_to_free_name(path, f"{path}.damaged") for path, _ in choice.passed_over]
+    moved = [move_aside(path, f"{path}.damaged") for path, _ in choice.passed_over]
     if choice.new_wish:
         save_dir = expand(cfg.save_dir)
         for path in checkpoint_paths(save_dir):
             if os.path.realpath(path) != os.path.realpath(choice.path) and read_facts(path).num_updates > num_updates:
                 os.makedirs(os.path.join(save_dir, ABANDONED), exist_ok=True)
-                moved.append(move_to_free_name(path, os.path.join(save_dir, ABANDONED, os.path.basename(path))))
-    for path in moved:
+                moved.append(move_aside(path, os.path.join(save_dir, ABANDONED, os.path.basename(path))))
+    for path in filter(None, moved):
         logger.warning("KEPT AS %s", path)
     if moved:
         sync_folder(expand(cfg.save_dir))
     return moved
 
 
+def move_aside(path: str, target: str) -> str | None:
+    """Move a checkpoint; of a link what it alone names. Returns where it is now, None: under another name's."""
+    if not os.path.islink(path):
+        return move_to_free_name(path, target)
+    content = os.path.join(os.path.dirname(path), os.readlink(path))
+    others = [link for link in links_to(content) if link != path]
+    hidden = is_linked_name(os.path.basename(content)) and os.path.isdir(content) and not others
+    moved = move_to_free_name(content, target) if hidden else None
+    os.unlink(path)
+    return moved
+
+
 def move_to_free_name(path: str, target: str) -> str:
-    stem, dot, suffix = target.rpartition(".pt")
+    stem, dot, suffix = target.rpartition(".pt") if ".pt" in os.path.basename(target) else (target, "", "")
     number = 1
     while os.path.lexists(target):
         number += 1
@@ -929,21 +1177,35 @@ def remove_stale_temporaries(save_dir: str) -> list[str]:
     removed = []
     for name in os.listdir(save_dir) if os.path.isdir(save_dir) else []:
         path = os.path.join(save_dir, name)
-        if not is_temporary_name(name):
-            continue
         try:
-            fd = os.open(path, os.O_RDWR)
-            try:
-                if lock(fd):
-                    os.unlink(path)
-                    removed.append(path)
-            finally:
-                os.close(fd)
+            if is_name_aside(name):
+                removed += [] if put_back(path) else [path]
+                remove(path)
+            elif is_temporary_name(name) and not is_held(path):
+                remove(path)
+                removed.append(path)
         except OSError as error:
             logger.warning("%s: left by a killed save, but cannot be removed: %s", path, error)
+    removed += remove_folders_without_link(save_dir)
     for path in removed:
         logger.info("%s: removed, a killed save had left it", path)
     return removed
+
+
+def is_name_aside(filename: str) -> bool:
+    match = re.fullmatch(r"\.(.+)\.[0-9]+\.old", filename)
+    return match is not None and is_name_of_content(match[1])
+
+
+def is_held(path: str) -> bool:
+    """Whether a living process writes the temporary file or folder."""
+    if os.path.islink(path):
+        return False
+    fd = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
+    try:
+        return not lock(fd)
+    finally:
+        os.close(fd)
 
 
 # ------------------------------------------------------------------------------------------------------ small tools
@@ -974,7 +1236,7 @@ def checkpoint_paths(folder: str | os.PathLike, pattern: str | None = None) -> l
 
 def verify_checkpoint(path: str | os.PathLike) -> list[str]:
     """Read every byte; return what is wrong with the file, a sentence each, [] when all is well."""
-    return checkpoint_file.verify_file(expand(path))
+    return checkpoint_file.verify_checkpoint(expand(path))
 
 
 def on_rank_0(do: Any, group: Any, share: bool = True) -> Any:

@@ -85,6 +85,13 @@ class DistributedTrainingConfig:
     zero_sharding: str = field(
         default="none", metadata={"help": "os: each rank keeps the optimizer state of its share alone; none: all of it"}
     )
+    use_sharded_state: bool = field(
+        default=False,
+        metadata={
+            "help": "save folders of torch.distributed.checkpoint, each rank writing its own part, under the names of the "
+            "files without .pt; every run loads both"
+        },
+    )
     backend: str = field(
         default="auto", metadata={"help": "torch.distributed backend; auto: gloo for the CPU and the accelerator's own"}
     )

@@ -225,10 +225,11 @@ def _read_config(path: Path) -> dict:
 
 
 def _config_of_newest(folder: Path) -> tuple[dict, str] | None:
-    """(cfg, path) of checkpoint_last.pt, else of the readable checkpoint with the most updates."""
-    last = folder / "checkpoint_last.pt"
-    others = [path for path in sorted(folder.glob("*.pt")) if path != last]
-    for paths in ([last] if last.exists() else [], others):
+    """(cfg, path) of the run's last checkpoint, else of the readable one with the most updates; files and folders."""
+    lasts = [path for path in (folder / "checkpoint_last", folder / "checkpoint_last.pt") if path.exists()]
+    folders = [path.parent for path in folder.glob("*/.metadata")]
+    others = [path for path in sorted([*folder.glob("*.pt"), *folders]) if path not in lasts]
+    for paths in (lasts, others):
         found = [(*read, str(path)) for path in paths if (read := _config_in(path)) is not None]
         if found:
             return max(found, key=lambda each: each[0])[1:]

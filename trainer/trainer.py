@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import time
 import uuid
 from typing import Any, Iterable, Mapping
@@ -103,6 +104,7 @@ class Trainer:
         self._sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
         self._clip_norm = optimization.clip_norm
 
+        self.use_sharded_state = self.cfg.distributed_training.use_sharded_state
         self.best = checkpoint_utils.BestScore(maximize=self.cfg.checkpoint.maximize_best_checkpoint_metric)
         self.meter = EpochMeter()
         self.validated_at = 0  # num_updates of the last validation
@@ -584,6 +586,8 @@ class Trainer:
     def save_checkpoint(self, filename: str, extra_state: Mapping[str, Any] | None = None) -> int:
         """Write the whole state to `filename`, durable and complete or not at all. All ranks call it. Returns bytes.
 
+        With use_sharded_state, a name without the suffix .pt becomes a folder, in which each rank writes its part.
+
         `extra_state`: plain values and tensors that `load_checkpoint` gives back.
         Raises: NonFiniteError if a parameter is not finite (a healthy file is never replaced by such a one),
             CheckpointError on all ranks if the file cannot be written or a value has no place in it.
@@ -595,7 +599,9 @@ class Trainer:
         error = NonFiniteError(f"parameter {bad}", self._num_updates, self.data_parallel_rank) if bad else None
         distributed_utils.agree(error, self.data_parallel_process_group)
         state.check_task_state(checkpoint["task_state"], self.data_parallel_process_group)
-        return checkpoint_utils.publish_checkpoint(checkpoint, filename, self.data_parallel_process_group)
+        as_folder = self.use_sharded_state and not str(filename).endswith(".pt")
+        publish = checkpoint_utils.publish_checkpoint_folder if as_folder else checkpoint_utils.publish_checkpoint
+        return publish(checkpoint, filename, self.data_parallel_process_group)
 
     def load_checkpoint(
         self,
@@ -643,19 +649,23 @@ class Trainer:
         return extra_state
 
     def load_model(self, filename: str) -> None:
-        """Take parameters and buffers of model and criterion from `filename`, nothing else (finetune_from_model)."""
-        with self._open(filename) as reader:
-            saved = self.upgrade_state_dict(reader.skeleton)
+        """Take parameters and buffers of model and criterion from `filename`, nothing else (finetune_from_model).
+
+        A folder of torch.distributed.checkpoint may be of another program: the model is its entry `model`, or else
+        all tensors by their names.
+        """
+        with self._open(filename, own_format=not os.path.isdir(filename)) as reader:
+            saved = self.upgrade_state_dict(state.with_model(reader.skeleton))
             self.load_report = state.LoadReport(path=filename, saved_cfg=saved.get("cfg") or {})
             self._load_model_state(saved, reader, filename, self.load_report, self._selection)
         if self.ema is not None:
             self.ema.restore(None, _copy_nothing)
         self._remember_buffers()
 
-    def _open(self, filename: str) -> Any:
+    def _open(self, filename: str, own_format: bool = True) -> Any:
         cfg, group = self.cfg.checkpoint, self.data_parallel_process_group
         return checkpoint_file.open_checkpoint(
-            filename, group, cfg.load_checkpoint_on_all_dp_ranks, read_method=cfg.read_method
+            filename, group, cfg.load_checkpoint_on_all_dp_ranks, own_format, read_method=cfg.read_method
         )
 
     def _load_model_state(

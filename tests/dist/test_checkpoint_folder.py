@@ -6,12 +6,9 @@ Numbers in brackets are the invariants of docs/checkpoint.md.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import warnings
-from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
@@ -21,9 +18,8 @@ import checkpoint_file
 from checkpoint_file import ShardedTensor, archive, folder_reading, folder_writing, open_checkpoint
 from checkpoint_file.boxes import stride_in_order
 from tests.dist.harness import run_ranks
-from tests.test_checkpoint_file import ODD, as_bytes, assert_same, make_state, rss_anon
+from tests.test_checkpoint_file import as_bytes, assert_same, make_state
 
-BOTH_WAYS = pytest.mark.parametrize("on_all_ranks", [True, False], ids=["all read", "rank 0 reads"])
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex128)
 
 

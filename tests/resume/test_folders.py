@@ -1,0 +1,48 @@
+"""A run whose checkpoints are folders, each rank's part in a file of its own, goes on as one that never stopped."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import checkpoint_utils
+from tests.resume.harness import assert_same_log, config, first_difference, load, run_to_status
+
+FOLDERS = {"distributed_training": {"use_sharded_state": True}}
+INTERVALS = {"save_interval_updates": 5, "keep_interval_updates": 2}
+
+
+def load_folder(run_dir, name: str = "checkpoint_last") -> dict:
+    return checkpoint_utils.load_checkpoint_to_cpu(run_dir / "checkpoints" / name)
+
+
+@pytest.mark.parametrize("on_all_ranks", [True, False])
+def test_stopped_and_continued_in_new_processes_equals_never_stopped(tmp_path, on_all_ranks):
+    checkpoint = {**INTERVALS, "load_checkpoint_on_all_dp_ranks": on_all_ranks}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_to_status(config(whole, checkpoint=checkpoint, **FOLDERS), 0, 2)
+    run_to_status(config(stopped, checkpoint=checkpoint, **FOLDERS), 75, 2, stop="8:0:1:SIGTERM")
+    run_to_status(config(stopped, checkpoint=checkpoint, **FOLDERS), 0, 2)
+    assert_same_log(whole, stopped)
+    assert first_difference(load_folder(whole), load_folder(stopped), "checkpoint_last") is None
+    names = [sorted(name for name in os.listdir(run / "checkpoints")) for run in (whole, stopped)]
+    assert names[0] == names[1]
+
+
+def test_a_folder_of_two_ranks_is_continued_by_any_number_as_a_file_is(tmp_path):
+    runs = {}
+    for form in ("file", "folder"):
+        runs[form] = tmp_path / form
+        sections = FOLDERS if form == "folder" else {}
+        run_to_status(config(runs[form], checkpoint=INTERVALS, **sections), 75, 2, stop="8:0:1:SIGTERM")
+    for world_size in (3, 1):
+        for form, run_dir in runs.items():  # the second session changes the form: file to folder, folder to file
+            sections = FOLDERS if (form == "file") == (world_size == 3) else {}
+            stop = {"stop": "14:0:0:SIGTERM"} if world_size == 3 else {}
+            run_to_status(config(run_dir, checkpoint=INTERVALS, **sections), 75 if stop else 0, world_size, **stop)
+    one, other = load(runs["file"]), load_folder(runs["folder"])
+    difference = first_difference({**one, "cfg": None}, {**other, "cfg": None}, "checkpoint_last")
+    assert difference is None, difference
+    assert torch.equal(one["model"]["head.weight"], other["model"]["head.weight"])
