@@ -684,7 +684,7 @@ def publish_checkpoint_folder(state: dict[str, Any], foldername: str | os.PathLi
         on_rank_0(lambda: put_in_place(temporary, path), group)
         return nbytes
     except CheckpointError as error:
-        raise type(error)(path, error.problem + hint_for(error), error.record, error.rank) from error
+        raise type(error)(path, error.problem + hint_for(error.problem), error.record, error.rank) from error
     finally:
         if hold is not None:
             os.close(hold)

@@ -76,7 +76,7 @@ def plan_folder(state: dict[str, Any], path: str, rank: int, world_size: int) ->
     Raises: UnsavableValueError.
     """
     kinds = (ShardedTensor, Tensor)
-    check_values(map_leaves(state, (ShardedTensor,), lambda _: None), path)
+    check_values(state, path)
     paths = name_tensors(state, kinds)
     numbers = iter(torch.arange(len(paths)))
     numbered = map_leaves(state, kinds, lambda _: next(numbers))
@@ -165,14 +165,13 @@ class WrittenFile:
 def write_part(path: str, name: str, tensors: list[PlannedTensor]) -> WrittenFile:
     """Write this rank's pieces, flushed to the disk; nothing larger than BLOCK_BYTES is copied in memory."""
     written = WrittenFile(name)
-    staging = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     fd = os.open(os.path.join(path, name), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for number, tensor in enumerate(tensors):
             for begin, end, source_begin, source in tensor.pieces:
                 for box, first in boxes_in_memory(tensor, begin, end):
                     elements = Elements(source, first - source_begin, box.numel)
-                    write_chunk(fd, written, number, tensor, box, elements, staging)
+                    write_chunk(fd, written, number, tensor, box, elements)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -196,23 +195,23 @@ class Elements:
     begin: int
     numel: int
 
-    def blocks(self, staging: Tensor) -> Iterator[Iterator[memoryview]]:
+    def blocks(self) -> Iterator[Iterator[memoryview]]:
         """Their bytes, BLOCK_BYTES at a time, each block in several pieces where they do not lie in a row."""
         step = BLOCK_BYTES // self.source.element_size()
         for begin in range(self.begin, self.begin + self.numel, step):
             end = min(begin + step, self.begin + self.numel)
-            yield (memoryview(row_major_bytes(t, staging).numpy()) for t in flat_pieces(self.source, begin, end))
+            yield (memoryview(row_major_bytes(t).numpy()) for t in flat_pieces(self.source, begin, end))
 
 
 def write_chunk(
-    fd: int, written: WrittenFile, number: int, tensor: PlannedTensor, box: Box, elements: Elements, staging: Tensor
+    fd: int, written: WrittenFile, number: int, tensor: PlannedTensor, box: Box, elements: Elements
 ) -> None:
     """Write at the end of the file what `torch.save` makes of this box, with its checksums."""
     stride = stride_in_order(box.sizes, memory_order(tensor.stride))
     frame = save_without_bytes(tensor.dtype, box.sizes, stride)
     start, position, total = written.nbytes, written.nbytes + frame.gap_begin, 0
     first_checksum = len(written.checksums)
-    for block in elements.blocks(staging):
+    for block in elements.blocks():
         checksum, begun = 0, position
         for data in block:
             checksum = crc32(data, checksum)

@@ -10,7 +10,7 @@ import torch
 import checkpoint_utils
 from tests.resume.harness import assert_same_log, config, first_difference, load, run_to_status
 
-FOLDERS = {"distributed_training": {"use_sharded_state": True}}
+FOLDERS = {"distributed_training": {"use_sharded_state": True, "zero_sharding": "os"}}
 INTERVALS = {"save_interval_updates": 5, "keep_interval_updates": 2}
 
 
