@@ -545,7 +545,6 @@ class Trainer:
         ema = self.ema
         trained = ema.training_state_dict(self.model) if ema is not None else described_state(self.model)
         extra_state = {
-            **self._caller_extra_state,
             "train_iterator": self._train_iterator.state_dict() if self._train_iterator is not None else None,
             "metrics": self.meter.state_dict(),
             "best": self.best.best,
@@ -559,6 +558,7 @@ class Trainer:
         }
         if self.ema is not None:
             extra_state["ema"] = self.ema.state_dict()
+        extra_state |= self._caller_extra_state
         save_optimizer = not self.cfg.checkpoint.no_save_optimizer_state
         return {
             "format_version": FORMAT_VERSION,
