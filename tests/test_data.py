@@ -108,6 +108,19 @@ def children() -> set[int]:
     return {process.pid for process in psutil.Process().children()}
 
 
+@pytest.mark.parametrize("section", [{"batch_size": 3}, {"max_tokens": 40}, {"max_tokens": 40, "num_workers": 2}])
+def test_an_iterator_sent_to_the_start_of_an_epoch_is_as_a_new_one(section):
+    used = iterator(Texts(60), **section)
+    for _ in zip(range(2), used.next_epoch_itr()):
+        pass
+    used.start_epoch(3)
+    new = iterator(Texts(60), epoch=3, **section)
+    assert used.state_dict() == new.state_dict()
+    assert equal(list(used.next_epoch_itr()), list(new.next_epoch_itr()))
+    for itr in (used, new):
+        itr.close()
+
+
 # ---- order
 
 

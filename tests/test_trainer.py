@@ -36,6 +36,30 @@ def copied(state):
     return torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
 
 
+class Sized(Toy):
+    num_times_read = 0
+
+    def build_dataset(self, split):
+        trainer, dataset = self, super().build_dataset(split)
+
+        class WithSizes(type(dataset)):
+            @property
+            def sizes(self):
+                trainer.num_times_read += split == "train"
+                return [2] * len(self)
+
+        dataset.__class__ = WithSizes
+        return dataset
+
+
+def test_sizes_are_read_and_sorted_once_however_often_the_start_is_moved(tmp_path):
+    trainer = Sized(config(tmp_path, dataset={"max_tokens": 8}))
+    itr = trainer.get_train_iterator(1)
+    at_first = trainer.num_times_read
+    assert at_first and trainer.get_train_iterator(1) is trainer.get_train_iterator(3) is itr
+    assert itr.epoch == 3 and trainer.num_times_read == at_first
+
+
 def test_build_step_save_load_goes_on_bit_by_bit_from_a_plain_dictionary(tmp_path):
     whole = toy(tmp_path)
     expected = train(whole, 9)

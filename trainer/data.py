@@ -217,8 +217,12 @@ class EpochBatchIterator:
 
     def finish_epoch(self) -> None:
         """Move on to the start of the next epoch: all that was owed at the end of this one is done."""
+        self.start_epoch(self.epoch + 1)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`, wherever this was."""
         self._drop_current()
-        self.epoch, self.samples_in_epoch, self._earlier = self.epoch + 1, 0, []
+        self.epoch, self.samples_in_epoch, self._earlier = epoch, 0, []
 
     def close(self) -> None:
         """End the workers. They end too when this object, or its process, goes."""

@@ -266,7 +266,13 @@ class Trainer:
         return self._datasets[split]
 
     def get_train_iterator(self, epoch: int = 1) -> EpochBatchIterator:
-        """The batches of training from the start of `epoch` (counted from 1); its position is part of the state."""
+        """The batches of training from the start of `epoch` (counted from 1); its position is part of the state.
+
+        There is one, built once: calling this again moves it, and ends what is being iterated.
+        """
+        if self._train_iterator is not None:
+            self._train_iterator.start_epoch(epoch)
+            return self._train_iterator
         optimization, dataset = self.cfg.optimization, self.cfg.dataset
         self._train_iterator = EpochBatchIterator(
             self.dataset(dataset.train_subset),
