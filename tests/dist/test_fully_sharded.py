@@ -16,6 +16,7 @@ from tests.resume.harness import config
 WORLD_SIZES = (2, 3)
 NUM_UPDATES = 4
 PRIVATE = ("run_id", "previous_training_time", "ddp_backend", "gather_in_half_precision", "cpu_offload")
+STILL = {"_target_": "tests.resume.task.Toy", "follow_mean": False}  # buffers do not depend on who has which samples
 CPU = {"seed": 7, "log_format": "none", "cpu": True, "num_threads": 1}
 
 
@@ -151,6 +152,8 @@ def _cases(folder: str) -> dict:
         "bytes": _bytes_held(folder),
         "errors": _errors(folder),
         "unused": _unused(folder),
+        "tasks": _tasks(folder),
+        "still": trained(build(folder, True, task=STILL)),
     }
 
 
@@ -165,7 +168,7 @@ def _errors(folder: str) -> dict[str, str]:
     rank = torch.distributed.get_rank()
     found = {}
     found["optimizer"] = _message(lambda: build(folder, True, optimizer={"_target_": "torch.optim.Adafactor"}))
-    trainer = build(folder, True, task={"_target_": "tests.resume.task.Toy", "follow_mean": False})
+    trainer = build(folder, True, task=STILL)
     trained(trainer)
     bad = [list(batch) for batch in update(0, rank)]
     if rank == 1:
@@ -197,6 +200,76 @@ def _unused(folder: str) -> dict:
     return found
 
 
+def _tasks(folder: str) -> dict:
+    """Numbers, states and samples of the tasks of this package, whole and sharded."""
+    found = {}
+    for name, cfg in (("text", _text_config(folder)), ("digits", _digits_config(folder))):
+        for sharded in (False, True):
+            trainer = _trainer(folder, f"{name}_{sharded}", sharded, cfg)
+            batches = trainer.get_train_iterator(1).next_epoch_itr()
+            stats = [trainer.train_step(next(batches)) for _ in range(3)]
+            stats.append(trainer.validate("valid", max_batches=1))
+            trainer.after_validate(stats[-1])
+            trainer.after_train()
+            samples = sorted(
+                str(path.relative_to(trainer.cfg.run_dir)) for path in Path(trainer.cfg.run_dir).rglob("*.*")
+            )
+            torch.distributed.barrier()
+            found[name, sharded] = {
+                "stats": stats,
+                "model": described(trainer.state_dict()["model"]),
+                "samples": samples,
+            }
+            found[name, sharded]["wrapped"] = len(trainer.fully_sharded_modules(trainer.model))
+    return found
+
+
+def _trainer(folder: str, run: str, sharded: bool, cfg: dict):
+    from trainer.config import get_target
+
+    backend = {"ddp_backend": "fully_sharded" if sharded else "pytorch_ddp"}
+    common = {**CPU, "log_format": "none"}
+    cfg = {**cfg, "run_dir": f"{folder}/{run}", "distributed_training": backend, "common": common}
+    cls = get_target(cfg["task"], object, "task")
+    return cls(
+        {**cfg, "optimizer": {"_target_": "torch.optim.AdamW"}, "optimization": {"max_update": 3, "clip_norm": 1.0}}
+    )
+
+
+def _text_config(folder: str) -> dict:
+    source = Path(folder, "text.txt")
+    source.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    model = {"max_length": 16, "dim": 16, "num_layers": 2, "num_heads": 2, "tie_embeddings": True, "max_ngram": 3}
+    return {
+        "task": {
+            "_target_": "trainer.tasks.language_modeling.task.LanguageModeling",
+            "data": str(source),
+            "tokens_per_sample": 16,
+            "sample_bytes": 6,
+        },
+        "model": {"_target_": "trainer.tasks.language_modeling.model.TransformerLM", "ngram_rows": 65, **model},
+        "criterion": {"_target_": "trainer.tasks.language_modeling.criterion.CrossEntropy"},
+        "dataset": {"batch_size": 2},
+        "ema": {"store_ema": True, "ema_validate": True},
+    }
+
+
+def _digits_config(folder: str) -> dict:
+    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "patch_size": 4}
+    return {
+        "task": {
+            "_target_": "trainer.tasks.dit.digits.Digits",
+            "sample_steps": 2,
+            "samples_per_class": 1,
+            "pictured_per_class": 1,
+        },
+        "model": {"_target_": "trainer.tasks.dit.model.DiT", "hidden_size": 16, "depth": 2, "num_heads": 2, **sizes},
+        "criterion": {"_target_": "trainer.tasks.dit.criterion.DiffusionCriterion", "diffusion_steps": 40},
+        "dataset": {"batch_size": 4},
+        "ema": {"store_ema": True},
+    }
+
+
 def _with_infinite_gradient(trainer, mine: bool, sample):
     loss, sample_size, output = type(trainer).compute_loss(trainer, sample)
     weight = trainer.model.second.weight  # gathered, since a forward pass has begun
@@ -225,6 +298,15 @@ def test_numbers_are_those_of_data_parallel_ranks(cases, precision, rtol):
         close(one["stats"], other["stats"], "stats", rtol)
         close(one["valid"], other["valid"], "valid", rtol)
     close(plain[0]["state"], assembled([case["state"] for case in sharded]), "state", rtol)
+
+
+def test_numbers_are_those_of_one_process_with_all_micro_batches(cases, tmp_path):
+    trainer, ranks = build(str(tmp_path), False, task=STILL), range(len(cases))
+    stats = [
+        trainer.train_step([update(index, rank)[i] for i in range(2) for rank in ranks]) for index in range(NUM_UPDATES)
+    ]
+    for case in cases:
+        close(stats, case["still"], "stats")
 
 
 def test_validating_the_average_leaves_no_trace_in_training(cases):
@@ -262,3 +344,13 @@ def test_parameters_that_ranks_do_not_use_count_as_with_data_parallel_ranks(case
             close(result[case, False][1], result[case, True][1])
     for case in ("nobody", "one, allowed"):
         close(results[0][case, False][2], assembled([result[case, True][2] for result in results]))
+
+
+@pytest.mark.parametrize("task", ["text", "digits"])
+def test_the_tasks_train_validate_and_draw_block_by_block(cases, task):
+    plain, sharded = ([case["tasks"][task, kind] for case in cases] for kind in (False, True))
+    for one, other in zip(plain, sharded):
+        close(one["stats"], other["stats"], "stats", 1e-3)
+        assert other["wrapped"] >= 2
+    close(plain[0]["model"], assembled([found["model"] for found in sharded]), "model", 1e-2)
+    assert sharded[0]["samples"] == plain[0]["samples"] and plain[0]["samples"], plain[0]["samples"]
