@@ -110,6 +110,11 @@ class GradientReducer:
                 index += 1
 
     @property
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters in the order of the layout."""
+        return list(zip(self._names, self._used_order))
+
+    @property
     def flats(self) -> list[Tensor]:
         """The flat gradients, one tensor a bucket: [numel], in the dtype of its parameters. Padding is 0."""
         return [bucket.flat for bucket in self.buckets if bucket.parameters]

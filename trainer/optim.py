@@ -392,6 +392,19 @@ def elementwise_names(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     return getattr(optimizer, "elementwise_state", ELEMENTWISE_STATE)
 
 
+def fresh_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict]:
+    """The state of an optimizer that has made no step: nothing, but for classes whose constructor makes some."""
+    if not optimizer.state:
+        return {}
+    accepted = inspect.signature(type(optimizer)).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    groups = [{k: v for k, v in group.items() if k != "param_names"} for group in optimizer.param_groups]
+    try:
+        return dict(type(optimizer)(groups, **settings).state)
+    except (TypeError, ValueError, RuntimeError):
+        return {}  # a class that cannot be built from its defaults
+
+
 def restore_optimizer_state(
     optimizer: torch.optim.Optimizer,
     saved: Mapping[str, Any],
@@ -409,6 +422,7 @@ def restore_optimizer_state(
         model_order: the trained parameters in the model's order, for files that have indices but no names.
     Raises: ConfigError for a state whose shape does not fit its parameter. Nothing is changed then.
     """
+    at_first = fresh_state(optimizer)
     targets = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -427,6 +441,8 @@ def restore_optimizer_state(
             report.restored.append(name)
         elif name not in names.values() or name in excluded:
             report.fresh.append(name)
+        if parameter not in state and parameter in at_first:
+            state[parameter] = at_first[parameter]
     report.dropped = [name for name in known if name not in targets]
     optimizer.state.clear()
     optimizer.state.update(state)

@@ -97,7 +97,7 @@ class Trainer:
         self._parameters = [p for _, p in self._named_parameters]
         self.optimizer = self.build_optimizer(self._named_parameters)
         optim.name_parameters(self.optimizer, self._named_parameters)
-        self._reducer = self._build_reducer() if self.data_parallel_world_size > 1 else None
+        self._reducer = self._build_reducer()
         optimization = self.cfg.optimization
         self.lr_scheduler = adapt_scheduler(self.build_lr_scheduler(self.optimizer), self.optimizer, optimization.lr)
         self.ema = EMA(self.model, self.cfg.ema) if self.cfg.ema.store_ema else None
@@ -137,6 +137,10 @@ class Trainer:
     def _build_reducer(self) -> Any:
         """What adds up gradients over the ranks; with ZeRO the optimizer keeps to this rank's share of its layout."""
         cfg, group = self.cfg.distributed_training, self.data_parallel_process_group
+        if self.data_parallel_world_size == 1:
+            if cfg.zero_sharding == "os":
+                logger.warning("distributed_training.zero_sharding=os: with one rank there is nothing to share out")
+            return None
         ranks = (group, self.data_parallel_world_size, cfg.find_unused_parameters)
         if self.forward_is_collective:
             gradients = fully_sharded.ShardedGradients(self.model, self._named_parameters, self.device, *ranks)
@@ -701,7 +705,9 @@ class Trainer:
         if saved_optimizer is None and not reset:
             logger.warning("%s holds no optimizer state: moments start from zero", report.path)
             report.fresh.append("optimizer (none in the file)")
+        at_first = optim.fresh_state(self.optimizer)
         self.optimizer.state.clear()
+        self.optimizer.state.update(at_first)
         if reset:
             report.reset.append("optimizer moments")
         elif saved_optimizer is not None:

@@ -47,10 +47,12 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, reducer: GradientReducer, 
 
     The optimizer keeps its class name, its groups and their names; their parameters become shards: 1-D Parameters with
     an attribute `placement`. State that its constructor made is cut alike.
-    Raises: ConfigError on all ranks for an optimizer that gives other numbers when its parameters are cut.
+    Raises: ConfigError on all ranks for an optimizer that gives other numbers when its parameters are cut, and for
+        parameters that share memory without being one (tied weights are one).
     """
     problem = None
     try:
+        _check_apart(reducer)
         elementwise = elementwise_state(optimizer)
     except ConfigError as error:
         problem = error
@@ -61,11 +63,12 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, reducer: GradientReducer, 
     optimizer._take_shards(reducer, group, optim.ELEMENTWISE_STATE | elementwise)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Shard:
     """What this rank owns of one parameter."""
 
     parameter: nn.Parameter
+    address: int  # of the parameter's memory
     shard: nn.Parameter  # [numel of the piece], in the parameter's memory
     whole_gradient: Tensor  # the reducer's view for the parameter
     gradient: Tensor  # [numel of the piece], in the memory of the whole gradient
@@ -84,7 +87,8 @@ class ZeroOptimizer:
         for bucket in reducer.buckets:
             flat, cuts = _flat_parameters(bucket), _cuts(bucket, num_ranks)
             shards |= {id(one.parameter): one for one in _shards(bucket, flat, cuts[rank], cuts[rank + 1])}
-            self._zero_exchanges.append([flat[begin:end] for begin, end in itertools.pairwise(cuts)])
+            message = torch.view_as_real(flat) if flat.is_complex() else flat
+            self._zero_exchanges.append([message[begin:end] for begin, end in itertools.pairwise(cuts)])
         self._zero_shards = []
         for param_group in self.param_groups:
             own = [shards.get(id(parameter)) for parameter in param_group["params"]]
@@ -96,6 +100,8 @@ class ZeroOptimizer:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The step of the class below on what this rank owns; afterwards every rank has all parameters."""
         for one in self._zero_shards:
+            if one.parameter.data_ptr() != one.address:
+                raise self._memory_was_replaced(one)
             whole = one.parameter.grad
             if whole is not None and whole is not one.whole_gradient:
                 one.whole_gradient.copy_(whole)
@@ -106,8 +112,16 @@ class ZeroOptimizer:
 
     step.hooked = True  # torch runs the hooks of a step around the step of the class below
 
+    def _memory_was_replaced(self, shard: _Shard) -> RuntimeError:
+        names = [name for group in self.param_groups for name in group["param_names"]]
+        return RuntimeError(
+            f"parameter {names[self._zero_shards.index(shard)]} no longer lies where the optimizer updates it: something"
+            " gave it other memory (`.data = `, `load_state_dict(assign=True)`, `.to()`). Copy into it in place, or train"
+            " with distributed_training.zero_sharding=none"
+        )
+
     def _exchange(self) -> None:
-        works = [work for shares in self._zero_exchanges for work in _start_gather(shares, self._zero_group)]
+        works = [work for shares in self._zero_exchanges for work in _start_exchange(shares, self._zero_group)]
         for work in works:
             work.wait()
 
@@ -132,6 +146,22 @@ class ZeroOptimizer:
             nest["state"][index][key] = _Reference(position, dtype, shape)
         optim.restore_optimizer_state(self, nest, lambda pairs: _hand_out(pairs, tensors, group))
         return self.state_dict()
+
+
+def _check_apart(reducer: GradientReducer) -> None:
+    spans = []
+    for name, parameter in reducer.named_parameters:
+        if parameter.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride())) + 1
+            begin = parameter.data_ptr()
+            spans.append((str(parameter.device), begin, begin + reach * parameter.element_size(), name))
+    for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(sorted(spans)):
+        if device == other_device and begin < end:
+            raise ConfigError(
+                f"parameters {name} and {other} lie in the same memory without being one Parameter, which"
+                " distributed_training.zero_sharding=os would take apart. Assign one to the other, or train with"
+                " distributed_training.zero_sharding=none"
+            )
 
 
 def _flat_parameters(bucket: Bucket) -> Tensor:
@@ -168,7 +198,7 @@ def _shards(bucket: Bucket, flat: Tensor, share_begin: int, share_end: int) -> I
         first = begin - start if begin < end else 0
         shard = nn.Parameter(flat[begin:end])
         shard.placement = Placement(parameter.shape, parameter.stride(), first, end - begin)
-        yield _Shard(parameter, shard, gradient, bucket.flat[begin:end])
+        yield _Shard(parameter, parameter.data_ptr(), shard, gradient, bucket.flat[begin:end])
 
 
 def _cut_state(state: Mapping[str, Any] | None, shard: nn.Parameter, elementwise: frozenset[str]) -> dict:
@@ -184,16 +214,13 @@ def _cut_state(state: Mapping[str, Any] | None, shard: nn.Parameter, elementwise
     }
 
 
-def _start_gather(shares: list[Tensor], group: Any) -> list[dist.Work]:
-    """Begin to give every rank the share of each; the shares lie one after another in memory, some may be empty."""
-    shares = [torch.view_as_real(share) if share.is_complex() else share for share in shares]
-    if shares[0].device.type == "cpu":  # gloo gathers through buffers of its own; broadcasts go from place to place
-        return [
-            dist.broadcast(share, dist.get_global_rank(group, owner), group=group, async_op=True)
-            for owner, share in enumerate(shares)
-            if share.numel()
-        ]
-    return [dist.all_gather(shares, shares[dist.get_rank(group)], group=group, async_op=True)]
+def _start_exchange(shares: list[Tensor], group: Any) -> list[dist.Work]:
+    """Begin to give every rank the share of each. Broadcasts, since shares differ in size and gloo copies to gather."""
+    return [
+        dist.broadcast(share, dist.get_global_rank(group, owner), group=group, async_op=True)
+        for owner, share in enumerate(shares)
+        if share.numel()
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- may it be cut?

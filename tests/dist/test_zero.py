@@ -257,3 +257,39 @@ def test_another_optimizer_that_is_not_elementwise_is_refused_and_its_trial_leav
     with pytest.raises(ConfigError, match=f"{cls.__name__}.*zero_sharding=none"):
         elementwise_state(optimizer)
     assert torch.equal(before, torch.get_rng_state()) and not optimizer.state
+
+
+# ---- memory ----
+
+
+def step_after_the_memory_was_replaced() -> str:
+    net, reducer, optimizer = built("AdamW", {}, True, 2**20)
+    net.second.load_state_dict({name: value.clone() for name, value in net.second.state_dict().items()}, assign=True)
+    net.first.weight.data = net.first.weight.data.clone()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def shared_memory_is_refused() -> str:
+    from trainer.errors import ConfigError
+    from trainer.zero import shard_optimizer
+
+    net = nn.ParameterDict({"one": nn.Parameter(torch.zeros(8))})
+    net["other"] = nn.Parameter(net["one"].data[4:])
+    group = torch.distributed.group.WORLD
+    try:
+        shard_optimizer(torch.optim.SGD(net.parameters()), GradientReducer(net.named_parameters(), group, 2), group)
+    except ConfigError as error:
+        return str(error)
+
+
+def both_errors() -> tuple[str, str]:
+    return step_after_the_memory_was_replaced(), shared_memory_is_refused()
+
+
+def test_memory_that_is_not_where_the_optimizer_updates_it_is_named():
+    for replaced, shared in run_ranks(both_errors, 2):
+        assert "parameter first.weight no longer lies" in replaced and "zero_sharding=none" in replaced
+        assert "parameters one and other lie in the same memory" in shared and "zero_sharding=none" in shared

@@ -41,7 +41,7 @@ def content(folder: Path, name: str) -> dict:
     return state
 
 
-def trainer(folder: Path, optimizer: str, zero_sharding: str, on_all_ranks: bool):
+def trainer(folder: Path, optimizer: str, zero_sharding: str, on_all_ranks: bool, **sections):
     from tests.resume.task import Toy
 
     cfg = config(
@@ -49,17 +49,25 @@ def trainer(folder: Path, optimizer: str, zero_sharding: str, on_all_ranks: bool
         optimizer=OPTIMIZERS[optimizer],
         distributed_training={"zero_sharding": zero_sharding},
         checkpoint={"load_checkpoint_on_all_dp_ranks": on_all_ranks},
-        ema={"store_ema": True, "ema_decay": 0.9},
+        **sections,
     )
+    cfg["lr_scheduler"] = sections.get("lr_scheduler") or {"_target_": "trainer.lr_scheduler.Fixed"}
     return Toy(cfg)
+
+
+def updates(run, num_updates: int) -> list:
+    stats = []
+    for _ in range(num_updates):
+        generator = torch.Generator().manual_seed(10 * run.get_num_updates() + run.data_parallel_rank)
+        sample = torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)
+        stats.append(run.train_step([sample]))
+    return stats
 
 
 def trained(folder: Path, optimizer: str, zero_sharding: str) -> None:
     """A run of three updates, saved as start.pt."""
     run = trainer(folder, optimizer, zero_sharding, True)
-    for update in range(3):
-        generator = torch.Generator().manual_seed(10 * update + run.data_parallel_rank)
-        run.train_step([(torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator))])
+    updates(run, 3)
     (folder / "checkpoints").mkdir(exist_ok=True)
     run.save_checkpoint(str(folder / "checkpoints" / "start.pt"))
 
@@ -102,3 +110,45 @@ def test_what_two_ranks_saved_is_what_any_others_hold_after_a_load(tmp_path, opt
     for ranks in (1, 3, 4) if zero_sharding == "os" else (3,):
         for name in run_ranks(saved_again, ranks, tmp_path, optimizer)[0]:
             assert first_difference(start, content(tmp_path, name)) is None, name
+
+
+# What a run may be told at a load, and the kinds of numbers that it may compute with.
+CASES = {
+    "overflow": ("adamw", {}, {"common": {"fp16": True, "fp16_init_scale": 2.0**15}}),
+    "bf16": ("adagrad", {}, {"common": {"bf16": True}, "optimization": {"clip_norm": 0.01}}),
+    "reset_optimizer": ("adagrad", {"reset_optimizer": True}, {}),
+    "reset_all": ("adamw", {"reset_optimizer": True, "reset_lr_scheduler": True, "reset_meters": True}, {}),
+    "overrides": ("adamw", {"optimizer_overrides": {"lr": 0.03, "weight_decay": 0.5}}, {}),
+    "torch_schedule": ("adamw", {}, {"lr_scheduler": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2}}),
+}
+
+
+def continued(folder: Path, name: str, zero_sharding: str) -> tuple:
+    """What a run that takes up start.pt logs and holds after more updates."""
+    optimizer, flags, sections = CASES[name]
+    path = folder / "checkpoints" / f"{name}.pt"
+    first = trainer(folder, optimizer, "os", True, **sections)
+    stats = updates(first, 4)
+    first.save_checkpoint(str(path))
+    run = trainer(folder, optimizer, zero_sharding, True, **sections)
+    run.load_checkpoint(str(path), **flags)
+    stats += updates(run, 4)
+    run.save_checkpoint(str(path))
+    return stats, content(folder, path.name)
+
+
+def compare_cases(folder: Path) -> list[str]:
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    different = []
+    for name in CASES:
+        plain, zero = (continued(folder, name, zero_sharding) for zero_sharding in ("none", "os"))
+        found = [stats is None for stats in plain[0]]
+        assert any(found) == (name == "overflow") and not all(found), (name, found)
+        zero[1]["run_id"] = plain[1]["run_id"]
+        different.append(f"{name}: {first_difference(plain, zero)}")
+    return different
+
+
+def test_flags_overrides_schedules_and_precisions_are_those_of_plain_data_parallel(tmp_path):
+    for different in run_ranks(compare_cases, 2, tmp_path):
+        assert different == [f"{name}: None" for name in CASES]
