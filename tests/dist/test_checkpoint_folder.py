@@ -6,8 +6,10 @@ Numbers in brackets are the invariants of docs/checkpoint.md.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,10 +17,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import checkpoint_file
-from checkpoint_file import ShardedTensor, archive, folder_reading, folder_writing, open_checkpoint
+from checkpoint_file import ShardedTensor, archive, folder_contents, folder_reading, folder_writing, open_checkpoint
 from checkpoint_file.boxes import stride_in_order
 from tests.dist.harness import run_ranks
-from tests.test_checkpoint_file import as_bytes, assert_same, make_state
+from tests.test_checkpoint_file import as_bytes, assert_same, make_state, rss_anon
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex128)
 
@@ -160,3 +162,183 @@ def many_examples(tmp_path, count) -> int:
 
 def test_any_state_written_by_any_ranks_is_read_by_any_ranks_and_by_torch(tmp_path):  # [D1] [D2] [R8]
     assert min(run_ranks(many_examples, 4, str(tmp_path), 50, timeout=150)) >= 50
+
+
+# ---- folders of other programs
+
+
+def saved_by_torch(path: str) -> dict:
+    """Save, by torch alone, parameters of fully_shard whose rows do not divide and tensors sharded in other ways."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 4, bias=False), torch.nn.LayerNorm(2))
+    expected = {name: t.clone() for name, t in model.state_dict().items()}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    wide = torch.arange(70).reshape(7, 10)
+    state = {
+        "model": model.state_dict(),
+        "columns": distribute_tensor(wide, mesh, [Shard(1)]),
+        "same": distribute_tensor(wide.bfloat16(), mesh, [Replicate()]),
+        "optimizer": {"state": [{"exp_avg": torch.ones(3), "step": torch.tensor(4.0)}], "lr": 0.1},
+        "words": ["a", ("b", None)],
+        "strange": Strange(),
+    }
+    dcp.save(state, checkpoint_id=path)
+    rest = {"columns": wide, "same": wide.bfloat16(), "words": ["a", ("b", None)], "optimizer": state["optimizer"]}
+    return {"model": expected, **rest}
+
+
+class Strange:
+    """Neither a tensor nor plain data."""
+
+
+def read_what_torch_saved(path: str) -> None:
+    shrink_buffers()
+    expected = saved_by_torch(path)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for on_all_ranks in (True, False):
+        with open_checkpoint(path, on_all_ranks=on_all_ranks, own_format=False) as reader:
+            found = reader.materialize(reader.skeleton)
+            refs = [*reader.skeleton["model"].values(), reader.skeleton["columns"]]
+            wholes = [*expected["model"].values(), expected["columns"]]
+            wanted = [piece_of(whole, [0.2, 0.7], rank, world_size) for whole in wholes]
+            targets = [blank(leaf) for leaf in wanted]
+            reader.copy(list(zip(refs, targets)))
+        assert_same({key: found[key] for key in expected}, expected)
+        assert set(found) == set(expected), "what is neither a tensor nor plain data is left out"
+        assert [bits(target) for target in targets] == [bits(leaf) for leaf in wanted]
+    assert checkpoint_file.verify_checkpoint(path) == []
+
+
+def test_folders_that_torch_saved_are_read_by_any_ranks(tmp_path):  # [D2]
+    run_ranks(read_what_torch_saved, 3, str(tmp_path / "folder"), timeout=120)
+
+
+# ---- what one rank meets, all raise
+
+
+def caught(act) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def failures_of_one_rank(folder: str) -> dict[str, str]:
+    shrink_buffers()
+    rank = dist.get_rank()
+    whole = torch.arange(5000.0)
+    state = make_state({"w": piece_of(whole, [0.5], rank, 2), "all": torch.ones(300)})
+    found = {}
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    def write(name: str, path: str) -> None:
+        found[name] = caught(lambda: checkpoint_file.write_checkpoint_folder(state, path))
+
+    write_all = folder_writing.write_all
+    folder_writing.write_all = fail if rank == 1 else write_all
+    write("full disk", f"{folder}/full")
+    folder_writing.write_all = write_all
+    write("not shared", f"{folder}/own{rank}")
+    os.makedirs(f"{folder}/own1", exist_ok=True)
+    dist.barrier()
+    write("not shared, but there", f"{folder}/own{rank}")
+    other = {**state, "bad": {1, 2}} if rank == 1 else state
+    found["value"] = caught(lambda: checkpoint_file.write_checkpoint_folder(other, f"{folder}/value"))
+    write("good", f"{folder}/good")
+
+    def load(name: str, on_all_ranks: bool) -> None:
+        def copy() -> None:
+            with open_checkpoint(f"{folder}/good", on_all_ranks=on_all_ranks) as reader:
+                target = piece_of(torch.zeros(5000), [0.5], rank, 2)
+                reader.copy([(reader.skeleton["model"]["w"], target)])
+                assert bits(target) == bits(state["model"]["w"])
+
+        found[f"{name} {on_all_ranks}"] = caught(copy)
+
+    fill = folder_reading.Need.fill
+    for on_all_ranks in (True, False):
+        load("sound", on_all_ranks)
+        folder_reading.Need.fill = fail if rank == 1 else fill
+        load("fill", on_all_ranks)
+        folder_reading.Need.fill = fill
+    dist.barrier()
+    if rank == 1:  # in the part that rank 1 alone needs
+        part = Path(folder, "good", "__1_0.distcp")
+        raw = bytearray(part.read_bytes())
+        raw[raw.index(whole[4000:4016].numpy().tobytes()) + 9] ^= 16
+        part.write_bytes(raw)
+    dist.barrier()
+    for on_all_ranks in (True, False):
+        load("flipped", on_all_ranks)
+    found["problems"] = str(checkpoint_file.verify_checkpoint(f"{folder}/good"))
+    return found
+
+
+def test_what_goes_wrong_on_one_rank_is_raised_on_all(tmp_path):  # [R8] [R2]
+    for found in run_ranks(failures_of_one_rank, 2, str(tmp_path)):
+        assert found["good"] == found["sound True"] == found["sound False"] == "nothing"
+        assert "CheckpointWriteError" in found["full disk"] and "No space left" in found["full disk"]
+        assert "(found by rank 1)" in found["full disk"]
+        assert "CheckpointWriteError" in found["not shared"] and "No such file" in found["not shared"]
+        assert "do not share this folder" in found["not shared, but there"]
+        assert "UnsavableValueError" in found["value"] and "state['bad']" in found["value"]
+        assert "No space left" in found["fill True"] and "No space left" in found["fill False"]
+        for name in ("flipped True", "flipped False", "problems"):
+            assert "checksum it was written with" in found[name] and "__1_0.distcp" in found[name], found[name]
+
+
+# ---- nobody holds or receives what it does not own
+
+
+def bytes_that_reach(folder: str) -> dict[str, int]:
+    rank, numel = dist.get_rank(), 8 << 20
+    share = numel // 4
+    values = torch.full((share,), float(rank))
+    leaf = ShardedTensor(torch.float32, torch.Size((numel // 4, 4)), (4, 1), ((rank * share, values),))
+    checkpoint_file.write_checkpoint_folder(make_state({"w": leaf}), folder)
+    counts = {"read": 0, "received": 0, "peak": 0}
+
+    def counting(original, key):
+        def call(tensor, *args, **kwargs):
+            counts[key] += tensor.nbytes
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    read = folder_contents.Files.read
+
+    def counted_read(self, name, offset, nbytes):
+        counts["read"] += nbytes
+        counts["peak"] = max(counts["peak"], rss_anon())
+        return read(self, name, offset, nbytes)
+
+    folder_contents.Files.read = counted_read
+    dist.recv, dist.broadcast = counting(dist.recv, "received"), counting(dist.broadcast, "received")
+    target = torch.zeros(share)
+    for key, on_all_ranks in (("alone", True), ("from rank 0", False)):
+        counts.update(read=0, received=0, peak=0)
+        before = rss_anon()
+        with open_checkpoint(folder, on_all_ranks=on_all_ranks) as reader:
+            piece = ShardedTensor(leaf.dtype, leaf.shape, leaf.stride, ((rank * share, target.zero_()),))
+            reader.copy([(reader.skeleton["model"]["w"], piece)])
+        assert torch.equal(target, values)
+        counts[key] = (counts["read"], counts["received"], counts["peak"] - before)
+    return counts
+
+
+def test_a_rank_reads_or_receives_its_own_part_and_no_more(tmp_path):  # [F6]
+    own = (8 << 20) * 4 // 4
+    for rank, counts in enumerate(run_ranks(bytes_that_reach, 4, str(tmp_path / "folder"))):
+        assert own <= counts["alone"][0] <= 1.01 * own
+        if rank:
+            assert own <= counts["from rank 0"][1] <= 1.01 * own and counts["from rank 0"][0] == 0
+        assert counts["alone"][2] < 32 << 20 and counts["from rank 0"][2] < 64 << 20
