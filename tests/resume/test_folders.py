@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -46,3 +47,34 @@ def test_a_folder_of_two_ranks_is_continued_by_any_number_as_a_file_is(tmp_path)
     difference = first_difference({**one, "cfg": None}, {**other, "cfg": None}, "checkpoint_last")
     assert difference is None, difference
     assert torch.equal(one["model"]["head.weight"], other["model"]["head.weight"])
+
+
+@pytest.mark.parametrize("keys", ["model", "top"])
+def test_a_run_begins_from_the_model_in_a_folder_of_another_program(tmp_path, keys):
+    import torch.distributed.checkpoint as dcp
+
+    from tests.resume.task import Net
+
+    model = {name: torch.randn_like(t) for name, t in Net().state_dict().items()}
+    model["tied.weight"] = model["second.weight"]
+    state = {"model": model, "optimizer": {"lr": 0.1}} if keys == "model" else {**model, "train_state": {"step": 3}}
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    cfg = config(
+        tmp_path / "run",
+        checkpoint={"finetune_from_model": str(tmp_path / "plain"), "save_interval_updates": 1},
+        task={"_target_": "tests.resume.task.ModelOnly", "follow_mean": False},
+        optimization={"max_update": 1, "lr": 1e-30},
+        optimizer={"_target_": "torch.optim.SGD"},
+        **FOLDERS,
+    )
+    run_to_status(cfg, 0, 2)
+    assert first_difference(load_folder(tmp_path / "run")["model"], model, "model") is None
+
+
+def test_a_run_is_resumed_from_the_config_in_its_folders(tmp_path):
+    from trainer.run_folder import saved_config
+
+    run_to_status(config(tmp_path, **FOLDERS), 75, 1, stop="3:0:0:SIGTERM")
+    shutil.rmtree(tmp_path / ".hydra")
+    cfg, source = saved_config(str(tmp_path))
+    assert cfg["distributed_training"]["use_sharded_state"] is True and source.endswith("checkpoint_last")
