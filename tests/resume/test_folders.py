@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import checkpoint_utils
+from tests.dist.harness import run_ranks
 from tests.resume.harness import assert_same_log, config, first_difference, load, run_to_status
+from tests.resume.test_matrix import config_of, name_of
 
 FOLDERS = {"distributed_training": {"use_sharded_state": True, "zero_sharding": "os"}}
 INTERVALS = {"save_interval_updates": 5, "keep_interval_updates": 2}
@@ -78,3 +80,38 @@ def test_a_run_is_resumed_from_the_config_in_its_folders(tmp_path):
     shutil.rmtree(tmp_path / ".hydra")
     cfg, source = saved_config(str(tmp_path))
     assert cfg["distributed_training"]["use_sharded_state"] is True and source.endswith("checkpoint_last")
+
+
+def save_in_both_forms(folder, arrangement, source: str | None = None) -> None:
+    """Train a little, or load the folder `source` in both ways; then save a file and a folder."""
+    from tests.resume.task import Toy
+
+    ways = (True, False) if source else (True,)
+    for on_all_ranks in ways:
+        trainer = Toy(config_of(folder, arrangement, load_checkpoint_on_all_dp_ranks=on_all_ranks))
+        trainer.use_sharded_state = True
+        itr = trainer.get_train_iterator(1)
+        if source:
+            itr.load_state_dict(trainer.load_checkpoint(str(folder / source))["train_iterator"])
+        else:
+            for _, samples in zip(range(3), itr.next_epoch_itr()):
+                trainer.train_step(samples)
+        for suffix in ("", ".pt"):
+            name = f"{name_of(arrangement)}_{on_all_ranks}{suffix}"
+            trainer.save_checkpoint(str(folder / name), {"train_iterator": itr.state_dict()})
+
+
+def test_a_folder_of_any_arrangement_holds_what_its_file_holds_and_any_other_loads_it(tmp_path):
+    def contents(name: str) -> dict:
+        state = checkpoint_utils.load_checkpoint_to_cpu(tmp_path / name)
+        del state["cfg"], state["extra_state"]["ranks"], state["extra_state"]["previous_training_time"]
+        return state
+
+    run_ranks(save_in_both_forms, 2, tmp_path, ("fsdp", 2), timeout=120)
+    assert sorted(os.listdir(tmp_path / "fsdp_2_True")) == [".metadata", "__0_0.distcp", "__1_0.distcp", "fairtrain.pt"]
+    expected = contents("fsdp_2_True.pt")
+    assert first_difference(contents("fsdp_2_True"), expected) is None
+    for arrangement, source in ((("zero", 3), "fsdp_2_True"), (("ddp", 1), "zero_3_False")):
+        run_ranks(save_in_both_forms, arrangement[1], tmp_path, arrangement, source, timeout=120)
+        for way in (True, False):
+            assert first_difference(contents(f"{name_of(arrangement)}_{way}"), expected) is None
