@@ -1248,9 +1248,6 @@ def on_rank_0(do: Any, group: Any, share: bool = True) -> Any:
         except Exception as problem:  # agreed by all ranks below
             error = problem
     checkpoint_file.agree_on_error(error, group)
-    if share and distributed_utils.get_world_size(group) > 1:
-        import torch.distributed as dist
-
-        root = dist.get_global_rank(group, 0) if group is not None else 0
-        result = distributed_utils.broadcast_object(result, root, group)
+    if share:
+        result = distributed_utils.all_gather_list(result, group)[0]
     return result

@@ -7,6 +7,7 @@ Must not know: files, checkpoints, the Trainer.
 
     RuntimeError
       PeerError                 another rank failed: which, how
+      CannotBroadcastError      the backend of the process group has no broadcast            status 2
       LostStoreError            who held the store of the launch ended while the ranks gathered
       StoppedAtStartError       told to stop before the first update                         status 75
     ValueError
@@ -43,6 +44,7 @@ from torch import Tensor
 
 BUCKET_BYTES = 32 * 2**20  # what a rank holds in flight beside the object itself
 PACKED_BYTES = 2**20  # blocks up to this size share a bucket, larger ones travel straight from and to their memory
+PAYLOAD_BYTES = 4 * 2**20  # of the plain part of an object at a time
 HEADER_BYTES = 4096  # a small object travels in its header
 GATHER_BYTES = 256  # the same for all_gather_list
 RENDEZVOUS_S = 300.0  # how long ranks wait for each other at the start
@@ -175,6 +177,20 @@ class LostStoreError(RuntimeError):
 
 class CannotSendError(TypeError):
     """A value of a type that ranks do not exchange; the message gives its key path."""
+
+
+class CannotBroadcastError(RuntimeError):
+    """The backend of the process group has no broadcast."""
+
+    is_user_error = True
+    exit_status = 2
+
+    def __init__(self, backend: str, device: torch.device) -> None:
+        self.backend = backend
+        super().__init__(
+            f"the backend {backend} cannot broadcast from {device}. Choose one that can: distributed_training.backend=auto"
+            " (or, to read a checkpoint only, let every rank do it: checkpoint.load_checkpoint_on_all_dp_ranks=true)"
+        )
 
 
 # --------------------------------------------------------------------------------------------- who started this process
@@ -466,30 +482,36 @@ def broadcast_object(
 
     obj: any nest of dict, list, tuple, set, None, bool, int, float, complex, str, bytes, torch sizes, dtypes, devices
         and dense tensors of any dtype. Tensors arrive without gradients, equal in dtype, shape and value; permuted
-        layouts keep their strides, and what overlapped in memory overlaps again. The source gets `obj` itself.
+        layouts keep their strides, and what overlapped in memory overlaps again. Meta tensors stay on meta. The source
+        gets `obj` itself. Beside the object a rank holds a bucket or two, however large the object is.
     src_rank: a global rank. dist_device: where received tensors live and messages are sent from (default: the CPU).
-    Raises on all ranks if the source's value cannot be sent: CannotSendError there, PeerError elsewhere.
+    Raises on all ranks if the source's value cannot be sent: CannotSendError there, PeerError elsewhere;
+        CannotBroadcastError where the backend has no broadcast.
     """
     if get_world_size(group) == 1:
         return obj
     comm = torch.device(dist_device) if dist_device is not None else communication_device(group)
     is_source = dist.get_rank() == src_rank
-    payload, sources, failure = b"", [], None
     if is_source:
         try:
-            payload, sources = _encode(obj)
+            head, nest_bytes, sources = _encode(obj)
         except CannotSendError as error:
-            failure = error
-    payload = _broadcast_payload(payload, failure, src_rank, group, comm)
-    if is_source:
+            _PayloadWriter(len(str(error).encode()), False, src_rank, group, comm).write(str(error).encode())
+            raise
+        writer = _PayloadWriter(len(head) + nest_bytes, True, src_rank, group, comm)
+        writer.write(head)
+        if nest_bytes:
+            _PlainPickler(writer, _referring({})).dump(obj)
         _broadcast_blocks([nbytes for nbytes, _ in sources], [make for _, make in sources], src_rank, group, comm)
         return obj
-    nest, specs, sizes = _loads(payload, _refuse)
+    reader = _PayloadReader(src_rank, group, comm)
+    specs, sizes = _PlainUnpickler(reader, _refuse).load()
     device = torch.device("cpu") if dist_device is None else comm
     blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
-    _broadcast_blocks(sizes, [lambda block=block: block for block in blocks], src_rank, group, comm)
     tensors = [_tensor_of(spec, blocks, device) for spec in specs]
-    return _loads(nest, lambda reference: _dereference(reference, tensors))
+    nest = _PlainUnpickler(reader, lambda reference: _dereference(reference, tensors)).load()
+    _broadcast_blocks(sizes, [lambda block=block: block for block in blocks], src_rank, group, comm)
+    return nest
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], src_rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
@@ -590,28 +612,86 @@ def _all_gather_bytes(payload: bytes, size: int, comm: torch.device, group: dist
     return [one.cpu().numpy().tobytes() for one in gathered]
 
 
-def _broadcast_payload(
-    payload: bytes, failure: CannotSendError | None, src_rank: int, group: dist.ProcessGroup | None, comm: torch.device
-) -> bytes:
-    """The source's payload on every rank, in one message if it is small; the source's failure is raised by all."""
-    if failure:
-        payload = str(failure).encode()
-    head = len(payload).to_bytes(8, "little") + bytes([0 if failure else 1]) + payload[: HEADER_BYTES - 9]
-    header = torch.frombuffer(bytearray(head.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8).to(comm)
-    dist.broadcast(header, src_rank, group=group)
-    raw = header.cpu().numpy().tobytes()
-    size, fine, payload_start = int.from_bytes(raw[:8], "little"), raw[8] == 1, raw[9:]
-    rest = size - (HEADER_BYTES - 9)
-    if rest > 0:
-        own = payload[HEADER_BYTES - 9 :] if dist.get_rank() == src_rank else bytes(rest)
-        tail = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        _broadcast_blocks([rest], [lambda: tail], src_rank, group, comm)
-        payload_start += tail.numpy().tobytes()
-    if failure:
-        raise failure
-    if not fine:
-        raise PeerError(src_rank, "CannotSendError", payload_start[:size].decode(errors="replace"))
-    return payload_start[:size]
+class _PayloadWriter:
+    """A file that all ranks receive while it is written: `size` bytes, the first HEADER_BYTES - 9 with their number."""
+
+    def __init__(
+        self, size: int, is_fine: bool, src_rank: int, group: dist.ProcessGroup | None, comm: torch.device
+    ) -> None:
+        self._src_rank, self._group, self._comm, self._left = src_rank, group, comm, size
+        self._message = bytearray(size.to_bytes(8, "little") + bytes([is_fine]))
+        self._message_bytes = HEADER_BYTES
+
+    def write(self, data: Any) -> int:
+        data = memoryview(data).cast("B")
+        taken = 0
+        while taken < len(data):
+            part = data[taken : taken + self._message_bytes - len(self._message)]
+            self._message += part
+            taken += len(part)
+            self._left -= len(part)
+            if self._left == 0 or len(self._message) == self._message_bytes:
+                self._send()
+        return taken
+
+    def _send(self) -> None:
+        if self._message_bytes == HEADER_BYTES:
+            self._message = self._message.ljust(HEADER_BYTES, b"\0")
+        message = torch.frombuffer(self._message, dtype=torch.uint8).to(self._comm)
+        _broadcast(message, self._src_rank, self._group)
+        self._message, self._message_bytes = bytearray(), PAYLOAD_BYTES
+
+
+class _PayloadReader:
+    """What a _PayloadWriter on another rank writes, for an unpickler. Raises the writer's failure as PeerError."""
+
+    def __init__(self, src_rank: int, group: dist.ProcessGroup | None, comm: torch.device) -> None:
+        self._src_rank, self._group, self._comm = src_rank, group, comm
+        header = self._receive(HEADER_BYTES)
+        size = int.from_bytes(header[:8], "little")
+        self._message = header[9 : 9 + size]
+        self._position, self._left = 0, size - len(self._message)
+        if header[8] != 1:
+            raise PeerError(src_rank, "CannotSendError", bytes(self.read(size)).decode(errors="replace"))
+
+    def _receive(self, nbytes: int) -> memoryview:
+        message = torch.empty(nbytes, dtype=torch.uint8, device=self._comm)
+        _broadcast(message, self._src_rank, self._group)
+        return memoryview(message.cpu().numpy())
+
+    def _available(self, most: int) -> memoryview:
+        if self._position == len(self._message) and self._left:
+            self._message = self._receive(min(self._left, PAYLOAD_BYTES))
+            self._position, self._left = 0, self._left - len(self._message)
+        part = self._message[self._position : self._position + most]
+        self._position += len(part)
+        return part
+
+    def read(self, count: int) -> bytes:
+        data = bytearray(count)
+        return bytes(data[: self.readinto(data)])
+
+    def readinto(self, data: Any) -> int:
+        filled = 0
+        while filled < len(data) and len(part := self._available(len(data) - filled)):
+            data[filled : filled + len(part)] = part
+            filled += len(part)
+        return filled
+
+    def readline(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n") and (one := self.read(1)):
+            line += one
+        return line
+
+
+def _broadcast(message: Tensor, src_rank: int, group: dist.ProcessGroup | None) -> None:
+    try:
+        dist.broadcast(message, src_rank, group=group)
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError) or "does not support broadcast" in str(error):
+            raise CannotBroadcastError(str(dist.get_backend(group)), message.device) from error
+        raise
 
 
 @torch.no_grad()
@@ -674,23 +754,40 @@ def _broadcast_packed(
 # or function, so nothing can be executed on arrival. Tensors stand in it as references to (spec, bytes).
 
 
-def _encode(obj: Any) -> tuple[bytes, list[tuple[int, Callable[[], Tensor]]]]:
-    """The plain part of `obj` with the specs of its tensors, and the blocks of bytes (size, maker) that they need."""
+def _encode(obj: Any) -> tuple[bytes, int, list[tuple[int, Callable[[], Tensor]]]]:
+    """Pickled specs of the tensors in `obj`, the pickled size of the rest, and the blocks (size, maker) of the tensors.
+
+    The rest is not kept: it is pickled once to be counted and refused, and again while it is sent.
+    """
     tensors: dict[int, tuple[int, Tensor]] = {}
+    counter = _Counter()
+    _dump(obj, counter, _referring(tensors))
+    specs, blocks = _lay_out([tensor for _, tensor in tensors.values()])
+    return _dumps((specs, [nbytes for nbytes, _ in blocks]), _refuse_tensor), counter.nbytes, blocks
+
+
+def _referring(tensors: dict[int, tuple[int, Tensor]]) -> Callable[[Tensor], tuple[str, int]]:
+    """Numbers tensors in the order in which they are met, each once."""
 
     def refer(tensor: Tensor) -> tuple[str, int]:
         _check_sendable(tensor)
         return "tensor", tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
 
-    nest = _dumps(obj, refer)
-    specs, blocks = _lay_out([tensor for _, tensor in tensors.values()])
-    return _dumps((nest, specs, [nbytes for nbytes, _ in blocks]), _refuse_tensor), blocks
+    return refer
+
+
+class _Counter:
+    nbytes = 0
+
+    def write(self, data: Any) -> int:
+        self.nbytes += memoryview(data).nbytes
+        return memoryview(data).nbytes
 
 
 class _PlainPickler(pickle.Pickler):
     """Pickles builtin values; what is known beyond them becomes a reference, anything else is refused."""
 
-    def __init__(self, file: io.BytesIO, refer: Callable[[Tensor], Any]) -> None:
+    def __init__(self, file: Any, refer: Callable[[Tensor], Any]) -> None:
         super().__init__(file, protocol=5)
         self._refer = refer
 
@@ -718,13 +815,17 @@ _BUILTIN = frozenset(
 
 def _dumps(obj: Any, refer: Callable[[Tensor], Any]) -> bytes:
     file = io.BytesIO()
+    _dump(obj, file, refer)
+    return file.getvalue()
+
+
+def _dump(obj: Any, file: Any, refer: Callable[[Tensor], Any]) -> None:
     try:
         _PlainPickler(file, refer).dump(obj)
     except CannotSendError as error:
         raise CannotSendError(f"{_path_of_unsendable(obj, refer)}: {error}") from None
     except RecursionError:
         raise CannotSendError("nested too deeply to be sent between ranks") from None
-    return file.getvalue()
 
 
 def _path_of_unsendable(obj: Any, refer: Callable[[Tensor], Any], path: str = "obj") -> str:
@@ -743,8 +844,8 @@ def _path_of_unsendable(obj: Any, refer: Callable[[Tensor], Any], path: str = "o
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, dereference: Callable[[Any], Any]) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(self, file: Any, dereference: Callable[[Any], Any]) -> None:
+        super().__init__(file)
         self._dereference = dereference
 
     def find_class(self, module: str, name: str) -> NoReturn:
@@ -755,7 +856,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _loads(data: bytes, dereference: Callable[[Any], Any]) -> Any:
-    return _PlainUnpickler(data, dereference).load()
+    return _PlainUnpickler(io.BytesIO(data), dereference).load()
 
 
 def _refuse_tensor(tensor: Tensor) -> NoReturn:
@@ -791,8 +892,11 @@ def _dtype_named(name: str) -> torch.dtype:
 
 # --------------------------------------------------------------------------------- tensors as specs and blocks of bytes
 
-# dtype name, shape, strides, block index (None: no elements), first element within the block
+# dtype name, shape, strides, block index (None: no elements, ON_META: no memory), first element within the block
 Spec = tuple[str, tuple[int, ...], tuple[int, ...], int | None, int]
+
+
+ON_META = -1
 
 
 @dataclass
@@ -816,8 +920,9 @@ def _lay_out(tensors: list[Tensor]) -> tuple[list[Spec], list[tuple[int, Callabl
     storages: dict[tuple[Any, ...], list[_View]] = {}
     for position, given in enumerate(tensors):
         tensor = given.detach().resolve_conj().resolve_neg()
-        if tensor.numel() == 0:
-            specs[position] = (_name(tensor.dtype), tuple(tensor.shape), tensor.stride(), None, 0)
+        if tensor.numel() == 0 or tensor.is_meta:
+            block = ON_META if tensor.is_meta else None
+            specs[position] = (_name(tensor.dtype), tuple(tensor.shape), tensor.stride(), block, 0)
             continue
         view = _view_of(position, tensor)
         storages.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(view)
@@ -828,7 +933,7 @@ def _lay_out(tensors: list[Tensor]) -> tuple[list[Spec], list[tuple[int, Callabl
 
 
 def _check_sendable(tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or hasattr(tensor, "device_mesh"):
+    if tensor.layout is not torch.strided or tensor.is_quantized or hasattr(tensor, "device_mesh"):
         kind = f"{type(tensor).__name__} on {tensor.device}, {tensor.layout}, {tensor.dtype}"
         raise CannotSendError(f"a tensor of this kind cannot be sent between ranks: {kind}")
 
@@ -926,8 +1031,9 @@ def _storage_bytes(tensor: Tensor, begin: int, end: int) -> Tensor:
 def _tensor_of(spec: Spec, blocks: list[Tensor], device: torch.device) -> Tensor:
     name, shape, strides, block, offset = spec
     dtype = _dtype_named(name)
-    if block is None:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    if block in (None, ON_META):
+        home = device if block is None else torch.device("meta")
+        return torch.empty_strided(shape, strides, dtype=dtype, device=home)
     return torch.empty(0, dtype=dtype, device=device).set_(blocks[block].untyped_storage(), offset, shape, strides)
 
 

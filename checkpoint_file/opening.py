@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch.distributed as dist
-
 import distributed_utils
 from checkpoint_file import reading
 from checkpoint_file.folder_contents import verify_folder
@@ -28,8 +26,7 @@ def open_checkpoint(
     """
     is_folder = os.path.isdir(path)
     if distributed_utils.get_world_size(group) > 1:  # a rank that sees something else than rank 0 says so
-        root = dist.get_global_rank(group, 0) if group is not None else 0
-        is_folder = distributed_utils.broadcast_object(is_folder, root, group)
+        is_folder = distributed_utils.all_gather_list(is_folder, group)[0]
     if is_folder:
         return open_checkpoint_folder(path, group, on_all_ranks, own_format)
     return reading.open_checkpoint(path, group, on_all_ranks, own_format, **how_to_read)

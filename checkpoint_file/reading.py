@@ -4,6 +4,7 @@ bounded pieces, each checked on its way. Every rank reads, or rank 0 reads and s
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from checkpoint_file.nests import ShardedTensor, empty_storage, flat_pieces, lea
 from checkpoint_file.sending import Message, Stream
 from checkpoint_file.skeleton import TensorRef, require_own_format
 from checkpoint_file.sources import open_source
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointReader:
@@ -235,6 +238,7 @@ def open_checkpoint(
     """Open a checkpoint together. Collective, and so is everything that is done with the reader.
 
     Args:    on_all_ranks: every rank opens and reads the file; otherwise rank 0 of the group reads, the others receive.
+             Where the backend cannot broadcast, every rank reads in any case, and the log says so.
              own_format: refuse, saying what was found, whatever fairtrain has not written.
              read_method: pread, mmap, or auto (see sources.FileSource).
     Raises:  on all ranks what was found on one: CheckpointNotFoundError, NotACheckpointError, CheckpointDamagedError
@@ -265,6 +269,11 @@ def open_checkpoint(
                 agree_on_error(error, group)
             elif reader is None:
                 reader = described_reader(path, *described)
+    except distributed_utils.CannotBroadcastError as problem:  # found before anything was sent, by all ranks alike
+        if reader is not None:
+            reader.close()
+        logger.warning("%s: every rank reads it, since %s", path, problem)
+        return open_checkpoint(path, group, True, own_format, read_method)
     except BaseException:
         if reader is not None:
             reader.close()

@@ -342,3 +342,20 @@ def test_a_failure_at_any_message_ends_the_load_on_all_ranks(tmp_path, method_of
     checkpoint_file.write_checkpoint_file(make_state(tensors), path)
     results = run_ranks(fail_everywhere, 3, path, method_of, failing)
     assert len(set(results)) == 1 and results[0][0] >= 3 and results[0][1] == 0
+
+
+def read_without_broadcast(path: str) -> tuple:
+    def broadcast(*_, **__):
+        raise RuntimeError("Backend odd does not support broadcast")
+
+    dist.broadcast = broadcast
+    target = torch.zeros(500)
+    with open_checkpoint(path, on_all_ranks=False) as reader:
+        reader.copy([(reader.skeleton["model"]["a"], target)])
+    return target.sum().item()
+
+
+def test_where_the_backend_cannot_broadcast_every_rank_reads(tmp_path):
+    path = str(tmp_path / "f.pt")
+    checkpoint_file.write_checkpoint_file(make_state({"a": torch.ones(500)}), path)
+    assert run_ranks(read_without_broadcast, 3, path) == [500.0] * 3
