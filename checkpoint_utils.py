@@ -106,6 +106,14 @@ class CheckpointConfig:
     no_last_checkpoints: bool = field(
         default=False, metadata={"help": "write no checkpoint_last.pt; a stop then saves checkpoint_{E}_{U}.pt"}
     )
+    write_checkpoints_asynchronously: bool = field(
+        default=False,
+        metadata={"help": "train on while a copy of each rank's share is written; it counts when it is on the disk"},
+    )
+    max_failed_saves: int = field(
+        default=2,
+        metadata={"help": "asynchronous saves that fail in a row until the run ends, >= 1; 1: the first one ends it"},
+    )
     no_save_optimizer_state: bool = field(
         default=False, metadata={"help": "leave the optimizer's moments out of the files"}
     )
@@ -154,9 +162,9 @@ class CheckpointConfig:
             if getattr(self, name) < -1:
                 found.append(f"checkpoint.{name}={getattr(self, name)}: must be -1 or above")
         if self.read_method not in checkpoint_file.READ_METHODS:
-            found.append(
-                f"checkpoint.read_method={self.read_method}: must be {', '.join(checkpoint_file.READ_METHODS)}"
-            )
+            found.append(f"checkpoint.read_method={self.read_method}: must be {', '.join(checkpoint_file.READ_METHODS)}")
+        if self.max_failed_saves < 1:
+            found.append(f"checkpoint.max_failed_saves={self.max_failed_saves}: must be 1 or above")
         if not self.best_checkpoint_metric:
             found.append("checkpoint.best_checkpoint_metric is empty: name a metric, such as loss")
         if not self.save_dir:
@@ -380,9 +388,13 @@ def stale_checkpoints(names: Iterable[str], cfg: Any, rank_too: bool = True) -> 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """One save: the paths of its names (the same on all ranks), `bytes` of its one file (rank 0), seconds it took."""
+    """One save: the paths of its names (the same on all ranks), the update it holds, bytes of its one file.
+
+    blocked_s: seconds for which training stood still.
+    """
 
     paths: list[str]
+    num_updates: int
     bytes: int
     blocked_s: float
 
@@ -397,6 +409,96 @@ def save_checkpoint(
     Returns: what was written, None if nothing was to be.
     Raises:  on all ranks what failed on one; then nothing is deleted and all earlier files are as they were.
     """
+    save = decide_save(cfg, trainer, epoch_itr, val_loss, stopping)
+    if save is None:
+        return None
+    trainer.save_checkpoint(save.content, save.extra_state)
+    return save.complete()
+
+
+def begin_save(
+    cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None, buffer: checkpoint_file.HostBuffer
+) -> Save | None:
+    """As `save_checkpoint` up to the moment when the state may change again: the rank's share is copied into `buffer`.
+
+    A thread writes it. The save counts when all ranks have called `Save.finish`; `Save.is_written` says when that no
+    longer waits. Returns None if nothing was to be saved.
+    """
+    save = decide_save(cfg, trainer, epoch_itr, val_loss)
+    if save is None:
+        return None
+    save.publication, error = trainer.begin_checkpoint(save.content, save.extra_state), None
+    try:
+        save.publication.write_in_background(buffer)
+    except Exception as problem:  # no memory for the copy; agreed by all ranks right below
+        error = problem
+    try:
+        checkpoint_file.agree_on_error(error, save.group)
+    except BaseException:
+        save.abandon()
+        raise
+    save.blocked_s = time.perf_counter() - save.begun
+    return save
+
+
+@dataclass
+class Save:
+    """A save that was decided: its names, what else its file holds, what is to be kept beside it.
+
+    content: where the bytes are written, the first name or, of a folder, the one that the names are links to.
+    """
+
+    cfg: Any
+    run_id: str | None
+    group: Any
+    paths: list[str]
+    content: str
+    num_updates: int
+    extra_state: dict[str, Any]
+    has_score: bool
+    begun: float = field(default_factory=time.perf_counter)
+    blocked_s: float = 0.0
+    publication: Publication | None = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to write, well or not."""
+        return self.publication.background.is_done
+
+    @property
+    def has_failed(self) -> bool:
+        return self.publication.background.has_failed
+
+    def finish(self, any_failed: bool = False) -> SavedCheckpoint:
+        """Collective: wait for the writing of all ranks, then do what is left. Raises: as `save_checkpoint`.
+
+        any_failed: some rank's writing has; then no other is waited for.
+        """
+        self.begun = time.perf_counter()
+        with self.publication as publication:
+            if any_failed:
+                publication.background.cancel()
+            publication.finish()
+        return self.complete()
+
+    def complete(self) -> SavedCheckpoint:
+        """The content is there: give it its names, prune."""
+        names, save_dir = [os.path.basename(path) for path in self.paths], expand(self.cfg.save_dir)
+        give_names = link_names if self.paths[0].endswith(".pt") else functools.partial(name_folder, self.content)
+        on_rank_0(lambda: give_names(self.paths), self.group)
+        on_rank_0(lambda: prune_checkpoints(save_dir, self.cfg, self.run_id, self.has_score, but=names), self.group)
+        nbytes = bytes_of(self.paths[0]) if distributed_utils.get_rank(self.group) == 0 else 0
+        return SavedCheckpoint(self.paths, self.num_updates, nbytes, self.blocked_s + time.perf_counter() - self.begun)
+
+    def abandon(self) -> None:
+        """Stop writing and leave no trace. Not collective."""
+        self.publication.close()
+
+
+def decide_save(
+    cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None, stopping: bool = False
+) -> Save | None:
+    """Which names this position has, None if none. Collective: rank 0 looks into the folder."""
     if cfg.no_save:
         return None
     begun = time.perf_counter()
@@ -410,17 +512,12 @@ def save_checkpoint(
         ranked = ranked_scores(save_dir, cfg.best_checkpoint_metric)
         return checkpoint_names(cfg, epoch, num_updates, end_of_epoch, improved, val_loss, ranked, stopping, folders)
 
-    names = on_rank_0(decide, group)
-    if not names:
+    paths = [os.path.join(save_dir, name) for name in on_rank_0(decide, group)]
+    if not paths:
         return None
-    paths = [os.path.join(save_dir, name) for name in names]
     extra_state = {"train_iterator": epoch_itr.state_dict(), "val_loss": val_loss, "best": trainer.best.best}
     content = on_rank_0(lambda: place_of_folder(paths[0], epoch, num_updates), group) if folders else paths[0]
-    trainer.save_checkpoint(content, extra_state)
-    on_rank_0(lambda: name_folder(content, paths) if folders else link_names(paths), group)
-    on_rank_0(lambda: prune_checkpoints(save_dir, cfg, trainer.run_id, is_score(val_loss), but=names), group)
-    nbytes = bytes_of(paths[0]) if distributed_utils.get_rank(group) == 0 else 0
-    return SavedCheckpoint(paths, nbytes, time.perf_counter() - begun)
+    return Save(cfg, trainer.run_id, group, paths, content, num_updates, extra_state, is_score(val_loss), begun)
 
 
 def epoch_of(epoch_itr: Any) -> tuple[int, bool]:
@@ -460,6 +557,7 @@ class Publication:
         self.path, self._group = expand(filename), group
         self._folder, name = os.path.split(self.path)
         self._open, self._temporary = contextlib.ExitStack(), ""
+        self.background: checkpoint_file.BackgroundWrite | None = None
         try:
             self._temporary = os.path.join(self._folder, on_rank_0(lambda: self._hold(name), group))
             with self._errors_under_its_name():
@@ -483,8 +581,14 @@ class Publication:
         """Write this rank's share; talks to nobody. What goes wrong is raised by `finish`, on all ranks."""
         self._writer.write()
 
+    def write_in_background(self, buffer: checkpoint_file.HostBuffer) -> None:
+        """Copy this rank's share into the buffer, and have a thread write it."""
+        self.background = checkpoint_file.BackgroundWrite(self._writer, buffer)
+
     def finish(self) -> int:
         """Collective: make the file whole and durable, and give it its name. Returns its bytes."""
+        if self.background is not None:
+            self.background.wait()
         with self._errors_under_its_name():
             nbytes = self._writer.finish()
         self._open.close()  # before the rename: some mounts want it so
@@ -507,6 +611,8 @@ class Publication:
             raise type(error)(self.path, problem, error.record, error.rank) from error
 
     def close(self) -> None:
+        if self.background is not None:
+            self.background.cancel()
         self._open.close()
         if distributed_utils.get_rank(self._group) == 0 and self._temporary:
             unlink(self._temporary)  # where the rename was reached there is none

@@ -1052,11 +1052,21 @@ def agree(error: BaseException | None, group: dist.ProcessGroup | None = None) -
     mine = None if error is None else dataclasses.astuple(Failure.of(error))
     told = all_gather_list(mine, group)
     if error is not None:
-        raise error
+        raise agreed(error)
     for one in told:
         if one is not None:
             failure = Failure(*one)
-            raise PeerError(failure.rank, failure.class_name, failure.message, failure.exit_status)
+            raise agreed(PeerError(failure.rank, failure.class_name, failure.message, failure.exit_status))
+
+
+def agreed(error: BaseException) -> BaseException:
+    """Mark an error that every rank raises at this place, so that all can still act together (`is_agreed`)."""
+    error.raised_by_all = True
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    return getattr(error, "raised_by_all", False) or get_world_size() == 1
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Owns: the layout of the file, its checksums, and the way of its bytes from tenso
 Must not know: names and folders of a run, the Trainer, the config. docs/checkpoint.md numbers what must hold.
 """
 
+from checkpoint_file.background import BackgroundWrite, HostBuffer
 from checkpoint_file.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -26,12 +27,14 @@ from checkpoint_file.writing import CheckpointWriter, open_writer, write_checkpo
 __all__ = [
     "FORMAT_VERSION",
     "READ_METHODS",
+    "BackgroundWrite",
     "CheckpointDamagedError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "CheckpointReader",
     "CheckpointWriteError",
     "CheckpointWriter",
+    "HostBuffer",
     "NotACheckpointError",
     "ShardedTensor",
     "TensorRef",

@@ -84,7 +84,7 @@ def gather_agreed(error: BaseException | None, data: Any, group: Any = None) -> 
     for rank, (described, failed, _) in enumerate(found):
         if failed:
             kind, path, problem, record = described
-            raise error_kinds()[kind](path, problem, record, rank) from error
+            raise distributed_utils.agreed(error_kinds()[kind](path, problem, record, rank)) from error
     return [data for _, _, data in found]
 
 

@@ -2,7 +2,7 @@
 writes its share of the bytes at their offsets, and the CRC-32 of each record is put where a zip keeps it.
 
     open_writer   collective: plans are compared, rank 0 lays down the file, all learn where the records are
-    write         this rank's share, checksums, fsync. Talks to nobody: a thread can do it
+    write         this rank's share, checksums, fsync. Talks to nobody: a thread can do it, after `copy_share`
     finish        collective: shares of ranks that do not see the file, checksums, fsync
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from checkpoint_file.archive import Place, crc32, crc32_combine, patch_checksums
 from checkpoint_file.errors import CheckpointError, CheckpointWriteError, agree_on_error, gather_agreed
 from checkpoint_file.nests import flat_pieces
 from checkpoint_file.planning import FilePlan, plan_file
-from checkpoint_file.shares import compare_plans, share_out
+from checkpoint_file.shares import CUT_BYTES, compare_plans, share_out
 
 Directory = tuple[dict[str, Place], int]  # where the records lie, and the offset of the zip's own directory
 
@@ -70,6 +70,7 @@ class CheckpointWriter:
         self._parts = [record.parts for record in plan.records]
         self._checksums = np.zeros(len(self._rows), dtype=np.int64)
         self._blind: list[int] = []  # ranks that do not see the file
+        self._cancelled = False
         self._fd = self._look(layout)
 
     @property
@@ -106,6 +107,36 @@ class CheckpointWriter:
         self._blind = [rank for rank, sees in enumerate(seen) if not sees]
         return self
 
+    def copy_share(self, room: Callable[[int, bool], Tensor]) -> None:
+        """Copy this rank's share into `room(nbytes, pinned)`: from then on the state may change.
+
+        pinned: something of it lies on an accelerator.
+        """
+        spans = (self._rows[:, 2] - self._rows[:, 1] + CUT_BYTES - 1) // CUT_BYTES * CUT_BYTES
+        devices = {part.device for index in self._rows[:, 0].tolist() for _, part in self._parts[index]}
+        memory = room(int(spans.sum()), any(device.type != "cpu" for device in devices))
+        parts: list[list[tuple[int, Tensor]]] = [[] for _ in self._parts]
+        targets, sources, at = [], [], 0
+        for (index, begin, end), span in zip(self._rows.tolist(), spans.tolist()):
+            copy = memory[at : at + end - begin]
+            parts[index].append((begin, copy))
+            for piece in row_pieces(self._parts[index], begin, end):
+                nbytes = piece.numel() * piece.element_size()
+                targets.append(copy[:nbytes].view(piece.dtype).view(piece.shape))
+                sources.append(piece)
+                copy = copy[nbytes:]
+            at += span
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        self._parts = parts
+
+    def cancel(self) -> None:
+        """Have `write` end after its current chunk; the file will not be finished."""
+        self._cancelled = True
+
     def write(self) -> None:
         """Write this rank's share and flush it; what goes wrong is raised by `finish`, on all ranks."""
         if self._fd is None:
@@ -120,6 +151,8 @@ class CheckpointWriter:
         for at, (index, begin, end) in enumerate(self._rows.tolist()):
             offset, checksum = int(self._offsets[index]) + begin, 0
             for data in row_bytes(self._parts[index], begin, end):
+                if self._cancelled:
+                    return
                 checksum = crc32(data, checksum)
                 write_all(self._fd, data, offset)
                 offset += len(data)
@@ -127,6 +160,8 @@ class CheckpointWriter:
 
     def finish(self) -> int:
         """Collective: make the file whole. Returns its size. Raises: what failed on any rank in any step."""
+        if self._blind:  # before anything is sent in vain
+            agree_on_error(self._described(self.error), self._group)
         found = [np.column_stack((self._rows, self._checksums))] if self._fd is not None else []
         try:
             found += self._stream()
@@ -266,6 +301,14 @@ def write_error(path: str, error: OSError, nbytes: int) -> CheckpointError:
     made = CheckpointWriteError(path, f"{error.strerror or error} (writing {nbytes:,} bytes of tensors)")
     made.__cause__ = error
     return made
+
+
+def row_pieces(parts: list[tuple[int, Tensor]], begin: int, end: int) -> Iterator[Tensor]:
+    """Views that, flattened and put one after another, are the bytes [begin, end) of a record."""
+    for start, part in parts:
+        size = part.element_size()
+        low, high = max(begin - start, 0) // size, min(end - start, part.numel() * size) // size
+        yield from flat_pieces(part, low, high)
 
 
 def row_bytes(parts: list[tuple[int, Tensor]], begin: int, end: int) -> Iterator[memoryview]:

@@ -17,8 +17,8 @@ import distributed_utils
 Number = float | int | Tensor
 
 # Places in the message of an update; the values of the logging outputs follow, then on how many ranks each was given.
-_SAMPLE_SIZE, _LOSS, _STOP, _SAVE, _BUFFERS, _NEW_NAMES = range(6)
-_NUM_RESERVED = 6
+_SAMPLE_SIZE, _LOSS, _STOP, _SAVE, _BUFFERS, _WRITTEN, _FAILED, _NEW_NAMES = range(8)
+_NUM_RESERVED = 8
 
 
 class LocalSums:
@@ -64,15 +64,28 @@ class GlobalSums:
         self._messages: Tensor | None = None
         self._work: Any = None
         self.stop_requested = self.save_requested = self.buffers_changed = False
+        self.all_written, self.any_write_failed = True, False
 
-    def start(self, local: LocalSums, stop: bool = False, save: bool = False, buffers_changed: bool = False) -> None:
-        """Send this rank's sums on their way. With one rank nothing is sent."""
+    def start(
+        self,
+        local: LocalSums,
+        stop: bool = False,
+        save: bool = False,
+        buffers_changed: bool = False,
+        written: bool = True,
+        write_failed: bool = False,
+    ) -> None:
+        """Send this rank's sums on their way. With one rank nothing is sent.
+
+        written, write_failed: whether this rank is done with its share of a save, and whether that went wrong.
+        """
         self._local = local
         if self._world_size == 1:
             self.stop_requested, self.save_requested, self.buffers_changed = stop, save, buffers_changed
+            self.all_written, self.any_write_failed = written, write_failed
             return
         new_names = any(name not in self._names for name in local.outputs)
-        values = [local.sample_size, local.loss, stop, save, buffers_changed, new_names]
+        values = [local.sample_size, local.loss, stop, save, buffers_changed, written, write_failed, new_names]
         values += [local.outputs.get(name, 0.0) for name in self._names]
         values += [name in local.outputs for name in self._names]
         message = _vector(values, self._device)
@@ -89,6 +102,7 @@ class GlobalSums:
         sums = [math.fsum(column) for column in zip(*self._messages.tolist())]
         self.stop_requested, self.save_requested = sums[_STOP] > 0, sums[_SAVE] > 0
         self.buffers_changed = sums[_BUFFERS] > 0
+        self.all_written, self.any_write_failed = sums[_WRITTEN] == self._world_size, sums[_FAILED] > 0
         if sums[_NEW_NAMES] > 0:
             return sums[_SAMPLE_SIZE], sums[_LOSS], self._gather_outputs(local)
         places = range(_NUM_RESERVED, _NUM_RESERVED + len(self._names))

@@ -13,6 +13,7 @@ Must not know: Hydra, how the ranks were started.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import shlex
@@ -27,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 import checkpoint_utils
 import distributed_utils
 from trainer import run_folder
+from trainer.background_saves import BackgroundSaves
 from trainer.config import config_differences, get_target, to_plain
 from trainer.data import valid_subsets
 from trainer.errors import ConfigError
@@ -57,7 +59,11 @@ def main(cfg: DictConfig, typed: Sequence[str] = ()) -> int:
             except BaseException:
                 run.discard()
                 raise
-            return run.train()
+            try:
+                return run.train()
+            except BaseException as error:
+                run.saves.leave(error)
+                raise
         finally:
             run.close()
 
@@ -103,6 +109,7 @@ class Run:
         logs = setup_logging(cfg.run_dir, distributed_utils.get_rank(), cfg.common.log_format)
         self.trainer = get_target(cfg.task, Trainer)(cfg)
         self.trainer.requests = self.requests
+        self.trainer.saves = self.saves = BackgroundSaves(self.checkpoint_cfg.max_failed_saves, self._log_save)
         self.trainer.get_train_iterator(1)
         for subset in self.subsets:
             self.trainer.dataset(subset)
@@ -244,6 +251,7 @@ class Run:
             raise
         if stats is not None:
             self._log_update(stats)
+        self.trainer.settle_saves()
         return self._between_updates(stepped=stats is not None)
 
     def _add_samples(self, error: ArithmeticError) -> None:
@@ -281,7 +289,7 @@ class Run:
             self._end_epoch(epoch, val_loss)
         is_best = val_loss is not None and trainer.best.best_num_updates == num_updates
         if is_best or trainer.save_requested or save_due(self.checkpoint_cfg, epoch, num_updates, end_of_epoch, reason is not None):
-            self._save(val_loss)
+            self._save(val_loss, ending=reason is not None)
         return self._finish(reason) if reason is not None else None
 
     def _work_is_owed(self, reason: str | None) -> bool:
@@ -327,22 +335,25 @@ class Run:
         trainer.after_validate(all_stats)
         return score
 
-    def _save(self, val_loss: float | None, stopping: bool = False) -> bool:
-        """Save under all names that this position has. True if there is now a checkpoint to start again from."""
+    def _save(self, val_loss: float | None, ending: bool = False, stopping: bool = False) -> bool:
+        """Save under all names that this position has. False if there was nothing to save.
+
+        ending: nothing is trained after it, so that it is waited for. stopping: somebody asked for that.
+        """
         self.log.flush()
         self.requests.clear_save()
-        saved = checkpoint_utils.save_checkpoint(self.cfg.checkpoint, self.trainer, self.itr, val_loss, stopping=stopping)
+        cfg, trainer, itr = self.cfg.checkpoint, self.trainer, self.itr
+        if self.checkpoint_cfg.write_checkpoints_asynchronously and not ending:
+            return self.saves.begin(cfg, trainer, itr, val_loss)
+        self.saves.flush()
+        saved = checkpoint_utils.save_checkpoint(cfg, trainer, itr, val_loss, stopping=stopping)
         if saved is None:
             return False
-        self.log.event(
-            "checkpoint",
-            path=saved.paths[0],
-            paths=saved.paths,
-            num_updates=self.trainer.get_num_updates(),
-            blocked_s=saved.blocked_s,
-            bytes=saved.bytes,
-        )
+        self._log_save(saved)
         return True
+
+    def _log_save(self, saved: checkpoint_utils.SavedCheckpoint) -> None:
+        self.log.event("checkpoint", path=saved.paths[0], **dataclasses.asdict(saved))
 
     # ---- stop ----
 
@@ -353,7 +364,7 @@ class Run:
 
     def _stop(self) -> int:
         num_updates = self.trainer.get_num_updates()
-        if not self._save(None, stopping=True):
+        if not self._save(None, ending=True, stopping=True):
             raise RuntimeError(f"stopped by request at update {num_updates}; nothing was saved (checkpoint.no_save=true)")
         self.progress.close()  # nothing comes behind the last words
         logger.info("stopped by request at update %d, checkpoint saved: start the same command to go on", num_updates)
@@ -399,6 +410,7 @@ class Run:
         return DONE
 
     def _finish(self, reason: str) -> int:
+        self.saves.flush()
         self.progress.close()
         logger.info("done: %s reached at update %d", reason, self.trainer.get_num_updates())
         self.trainer.after_train()

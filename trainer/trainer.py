@@ -73,6 +73,7 @@ class Trainer:
         self.log: Any = None  # a RunLog, given by the run
         self.stop_after_seconds = math.inf  # of cumulative training time, given by the run
         self.requests: Any = None  # a preemption.StopRequest, given by the run
+        self.saves: Any = None  # a background_saves.BackgroundSaves, given by the run
         self._datasets: dict[str, Any] = {}
         self._valid_iterators: dict[str, Any] = {}
 
@@ -387,12 +388,19 @@ class Trainer:
         seed_all(derive_seed("micro_batch", self._seed, self._num_updates, j))
 
     def _flags(self) -> dict[str, bool]:
-        requests = self.requests
-        changed = self._buffers_changed()
-        if requests is None:
-            return {"buffers_changed": changed}
-        stop = requests.stop_requested or self.cumulative_training_time() >= self.stop_after_seconds
-        return {"stop": stop, "save": requests.save_requested, "buffers_changed": changed}
+        flags = {"buffers_changed": self._buffers_changed()}
+        requests, saves = self.requests, self.saves
+        if requests is not None:
+            flags["stop"] = requests.stop_requested or self.cumulative_training_time() >= self.stop_after_seconds
+            flags["save"] = requests.save_requested
+        if saves is not None:
+            flags["written"], flags["write_failed"] = saves.is_written, saves.has_failed
+        return flags
+
+    def settle_saves(self) -> None:
+        """Finish the save that is being written, if by the last update all ranks were done with it. All ranks call it."""
+        if self.saves is not None:
+            self.saves.settle(self._sums.all_written, self._sums.any_write_failed)
 
     @property
     def stop_requested(self) -> bool:
@@ -598,9 +606,28 @@ class Trainer:
 
         With use_sharded_state, a name without the suffix .pt becomes a folder, in which each rank writes its part.
 
-        `extra_state`: plain values and tensors that `load_checkpoint` gives back.
-        Raises: NonFiniteError if a parameter is not finite (a healthy file is never replaced by such a one),
+        `extra_state`: plain values and tensors that `load_checkpoint` gives back. Raises: as `state_to_save`.
+        """
+        checkpoint = self.state_to_save(extra_state)
+        as_folder = self.use_sharded_state and not str(filename).endswith(".pt")
+        publish = checkpoint_utils.publish_checkpoint_folder if as_folder else checkpoint_utils.publish_checkpoint
+        return publish(checkpoint, filename, self.data_parallel_process_group)
+
+    def begin_checkpoint(
+        self, filename: str, extra_state: Mapping[str, Any] | None = None
+    ) -> checkpoint_utils.Publication:
+        """Begin to save under `filename`: all is planned and room is made, no byte of a tensor is written.
+
+        `extra_state`: plain values and tensors that `load_checkpoint` gives back. Raises: as `state_to_save`, and
             CheckpointError on all ranks if the file cannot be written or a value has no place in it.
+        """
+        return checkpoint_utils.Publication(self.state_to_save(extra_state), filename, self.data_parallel_process_group)
+
+    def state_to_save(self, extra_state: Mapping[str, Any] | None = None) -> dict:
+        """`state_dict()` with the caller's `extra_state`, after it was found fit to be saved. All ranks call it.
+
+        Raises: NonFiniteError if a parameter is not finite (a healthy file is never replaced by such a one),
+            TaskStateError if the ranks' task states differ.
         """
         self._sync_buffers()
         checkpoint = self.state_dict()
@@ -609,9 +636,7 @@ class Trainer:
         error = NonFiniteError(f"parameter {bad}", self._num_updates, self.data_parallel_rank) if bad else None
         distributed_utils.agree(error, self.data_parallel_process_group)
         state.check_task_state(checkpoint["task_state"], self.data_parallel_process_group)
-        as_folder = self.use_sharded_state and not str(filename).endswith(".pt")
-        publish = checkpoint_utils.publish_checkpoint_folder if as_folder else checkpoint_utils.publish_checkpoint
-        return publish(checkpoint, filename, self.data_parallel_process_group)
+        return checkpoint
 
     def load_checkpoint(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -343,3 +344,79 @@ def descriptors_after_saves(folder: str) -> list:
 def test_descriptors_of_all_ranks_stay_level(tmp_path):
     for counts in run_ranks(descriptors_after_saves, 2, str(tmp_path)):
         assert len(set(counts[1:])) == 1, counts
+
+
+# ---- written in the background
+
+
+def save_in_the_background(folder: str, blind: bool) -> tuple:
+    """Eight saves with one buffer. Returns the peak of extra memory, and memory, descriptors, threads after each."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    here = os.path.join(folder, str(rank if blind else 0))
+    os.makedirs(here, exist_ok=True)
+    os.chdir(here)
+    count = (4 << 20) // world_size  # 16 MiB over all ranks, and 16 MiB that all have
+    piece, whole = torch.zeros(count), torch.zeros(2 << 20, 2)[:, 1]
+    shard = ShardedTensor(torch.float32, torch.Size((count * world_size,)), (1,), ((rank * count, piece),))
+    state, buffer, levels = (
+        make_state({"shard": shard, "whole": whole, "flag": torch.tensor(True)}),
+        checkpoint_file.HostBuffer(),
+        [],
+    )
+    dist.barrier()
+    with PeakMemory() as peak:
+        for save in range(1, 9):
+            piece.fill_(save)
+            whole.fill_(-save)
+            with checkpoint_utils.Publication(state, "f.pt") as publication:
+                publication.write_in_background(buffer)
+                piece.fill_(99), whole.fill_(99)  # the next update
+                publication.background.wait()
+                dist.barrier()
+                if save == 1:
+                    assert not os.path.exists("f.pt")
+                publication.finish()
+            if rank == 0:
+                read = torch.load("f.pt", weights_only=True, mmap=True)["model"]
+                assert (read["shard"] == save).all() and (read["whole"] == -save).all() and verify_file("f.pt") == []
+            ctypes.CDLL(None).malloc_trim(0)  # what is free is no leak
+            levels.append((rss_anon(), len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return peak.extra, levels
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["shared folder", "folders apart"])
+def test_a_background_save_holds_one_copy_of_its_share_and_leaves_nothing(tmp_path, blind):  # [F6]
+    for peak, levels in run_ranks(save_in_the_background, 2, str(tmp_path), blind):
+        assert peak < (12 << 20) + (64 << 20)
+        third, last = levels[2], levels[-1]
+        assert last[1] <= third[1] + 1 and last[2] == third[2], levels  # who watches the memory opens a file now and then
+        assert last[0] - third[0] < 4 << 20, [memory >> 20 for memory, *_ in levels]
+
+
+def cancel_in_the_background(folder: str) -> list:
+    """A share that fails on rank 1 ends the writing of the others, whose write would take forever."""
+    state, buffer = make_state({"w": torch.ones(40_000)}), checkpoint_file.HostBuffer()
+    archive.CHUNK_BYTES = 1 << 10
+    original, rank = os.pwrite, dist.get_rank()
+
+    def pwrite(*args):
+        if threading.current_thread().name == "checkpoint writer":
+            if rank == 1:
+                raise OSError(28, "No space left on device")
+            threading.Event().wait(0.5)
+        return original(*args)
+
+    os.pwrite = pwrite
+    publication = checkpoint_utils.Publication(state, f"{folder}/checkpoint_last.pt")
+    publication.write_in_background(buffer)
+    dist.barrier()
+    if rank == 0:
+        publication.background.cancel()
+    result = caught(publication.finish)
+    publication.close()
+    return *result, os.listdir(folder), threading.active_count()
+
+
+def test_a_background_write_can_be_cancelled(tmp_path):  # [P5]
+    for kind, message, seconds, _, files, _ in run_ranks(cancel_in_the_background, 2, str(tmp_path)):
+        assert kind == "CheckpointWriteError" and "found by rank 1" in message and seconds < SECONDS
