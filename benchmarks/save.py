@@ -27,9 +27,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that was not installed
 
 import checkpoint_utils  # noqa: E402
-from checkpoint_file import ShardedTensor  # noqa: E402
+from checkpoint_file import HostBuffer, ShardedTensor  # noqa: E402
 
-GOALS = {"raw": 1.2, "torch.save": 1.0, "fairseq": 1.0, "dcp": 1.0}
+GOALS = {"raw": 1.2, "torch.save": 1.0, "fairseq": 1.0, "dcp": 1.0, "copy": 1.2}
 LAYER_BYTES = 16 << 20
 CHUNK_BYTES = 16 << 20
 
@@ -130,6 +130,41 @@ def contestants(state: State, folder: str) -> dict:
     }
 
 
+class Blocked:
+    """The seconds for which an asynchronous save blocks training: its beginning, with the copy, and its end."""
+
+    def __init__(self, state: State, folder: str) -> None:
+        self.state, self.path, self.buffer = state.sharded(), f"{folder}/ours.pt", HostBuffer()
+
+    def __call__(self) -> float:
+        begun = time.perf_counter()
+        publication = checkpoint_utils.Publication(self.state, self.path)
+        publication.write_in_background(self.buffer)
+        blocked = time.perf_counter() - begun
+        publication.background.wait()  # while training goes on
+        barrier(publication_ranks())
+        begun = time.perf_counter()
+        with publication:
+            publication.finish()
+        return blocked + time.perf_counter() - begun
+
+
+class Copy:
+    """One copy of the rank's own part, tensor by tensor into memory that is warm."""
+
+    def __init__(self, state: State) -> None:
+        share = [t.reshape(-1).chunk(state.ranks)[state.rank] for t in state.model.values()]
+        self.sources = [*share, *state.moments.values()]
+        self.targets = [torch.zeros_like(source) for source in self.sources]
+
+    def __call__(self) -> None:
+        torch._foreach_copy_(self.targets, self.sources)
+
+
+def publication_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def barrier(ranks: int) -> None:
     if ranks > 1:
         dist.barrier()
@@ -143,9 +178,9 @@ def seconds_of(act, folder: str, rank: int, ranks: int) -> float:
         os.sync()
     barrier(ranks)
     begun = time.perf_counter()
-    act()
+    blocked = act()
     barrier(ranks)
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun if not isinstance(blocked, float) else blocked
 
 
 def take_turns(acts: dict, turns: int, folder: str, rank: int, ranks: int) -> dict[str, list[float]]:
@@ -175,8 +210,11 @@ def run_rank(rank: int, ranks: int, port: int, args: argparse.Namespace, folder:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     state = State(args.mib, rank, ranks)
-    acts = contestants(state, folder)
-    acts = {name: act for name, act in acts.items() if name in ("raw", "ours", *args.against)}
+    if args.asynchronous:
+        acts = {"copy": Copy(state), "ours": Blocked(state, folder)}
+    else:
+        acts = contestants(state, folder)
+        acts = {name: act for name, act in acts.items() if name in ("raw", "ours", *args.against)}
     times = take_turns(acts, args.turns, folder, rank, ranks)
     if rank == 0:
         print(f"{ranks} ranks, {state.own_bytes() * ranks / 2**20:.0f} MiB of state, {state.own_bytes() >> 20} MiB a rank")
@@ -190,6 +228,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--mib", type=int, default=1024, help="of the state, over all ranks")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--async", dest="asynchronous", action="store_true")
     parser.add_argument("--folder", default=None, help="on the disk to measure; the system's temporary one by default")
     parser.add_argument("--against", nargs="*", default=["torch.save", "fairseq", "dcp"])
     args = parser.parse_args()
