@@ -164,14 +164,15 @@ class WrittenFile:
 
 def write_part(path: str, name: str, tensors: list[PlannedTensor]) -> WrittenFile:
     """Write this rank's pieces, flushed to the disk; nothing larger than BLOCK_BYTES is copied in memory."""
-    written = WrittenFile(name)
+    written, frames = WrittenFile(name), {}
     fd = os.open(os.path.join(path, name), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for number, tensor in enumerate(tensors):
             for begin, end, source_begin, source in tensor.pieces:
                 for box, first in boxes_in_memory(tensor, begin, end):
                     elements = Elements(source, first - source_begin, box.numel)
-                    write_chunk(fd, written, number, tensor, box, elements)
+                    frame = frame_of(tensor, box, frames)
+                    write_chunk(fd, written, (number, *box), frame, elements)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -203,12 +204,8 @@ class Elements:
             yield (memoryview(row_major_bytes(t).numpy()) for t in flat_pieces(self.source, begin, end))
 
 
-def write_chunk(
-    fd: int, written: WrittenFile, number: int, tensor: PlannedTensor, box: Box, elements: Elements
-) -> None:
-    """Write at the end of the file what `torch.save` makes of this box, with its checksums."""
-    stride = stride_in_order(box.sizes, memory_order(tensor.stride))
-    frame = save_without_bytes(tensor.dtype, box.sizes, stride)
+def write_chunk(fd: int, written: WrittenFile, what: tuple, frame: Frame, elements: Elements) -> None:
+    """Write at the end of the file what `torch.save` makes of one box, with its checksums. what: tensor, offsets, sizes."""
     start, position, total = written.nbytes, written.nbytes + frame.gap_begin, 0
     first_checksum = len(written.checksums)
     for block in elements.blocks():
@@ -224,7 +221,7 @@ def write_chunk(
     write_all(fd, head, start)
     write_all(fd, tail, position)
     length, begin = frame.gap_end + len(tail), start + frame.gap_begin
-    written.chunks.append((number, box.offsets, box.sizes, start, length, begin, first_checksum))
+    written.chunks.append((*what, start, length, begin, first_checksum))
     for crc, nbytes in ((crc32(head), len(head)), (total, position - start - len(head)), (crc32(tail), len(tail))):
         written.crc = crc32_combine(written.crc, crc, nbytes)
     written.nbytes = position + len(tail)
@@ -265,6 +262,14 @@ class Frame:
         tail[4:8] = packed
         tail[entry + 16 : entry + 20] = packed
         return bytes(self.head), bytes(tail)
+
+
+def frame_of(tensor: PlannedTensor, box: Box, known: dict[Any, Frame]) -> Frame:
+    """What `torch.save` writes around the bytes of this box; boxes of one shape have it in common."""
+    key = tensor.dtype, box.sizes, stride_in_order(box.sizes, memory_order(tensor.stride))
+    if key not in known:
+        known[key] = save_without_bytes(*key)
+    return known[key]
 
 
 def save_without_bytes(dtype: torch.dtype, sizes: tuple[int, ...], stride: tuple[int, ...]) -> Frame:
