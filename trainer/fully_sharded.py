@@ -92,7 +92,8 @@ def wrap(
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other kind
     _count_unused_as_zero(model, cfg.find_unused_parameters)
     for parameter in whole:
-        parameter.data = parameter.data.to(device)
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
     model.register_forward_hook(_reshard_without_grad)
 
 

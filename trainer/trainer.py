@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import checkpoint_file
 import checkpoint_utils
 import distributed_utils
-from trainer import fully_sharded, optim, state
+from trainer import fully_sharded, meta_build, optim, state
 from trainer.config import complete_config, instantiate, to_plain
 from trainer.data import DummyBatch, EpochBatchIterator, dummy_batches, valid_batches
 from trainer.data_parallel import GradientReducer
@@ -80,17 +80,23 @@ class Trainer:
         distributed = self.cfg.distributed_training
         self._is_fully_sharded = fully_sharded.is_wanted(distributed, self.data_parallel_world_size)
         seed_all(derive_seed("build", self._seed))
-        self.model = (self.build_model() if model is None else model).to(self.device)
+        on_meta = model is None and self.init_weights is not None
+        with torch.device("meta") if on_meta else contextlib.nullcontext():
+            self.model = self.build_model() if model is None else model
+        self.model = self.model if on_meta else self.model.to(self.device)
         self.criterion = self.build_criterion() if criterion is None else criterion
         if isinstance(self.criterion, nn.Module):
             self.criterion = self.criterion.to(self.device)
-        self._follow_rank_0([*(p for _, p in self._all_parameters()), *self._buffers()])
+        whole = [*(parameter for _, parameter in self._all_parameters()), *self._buffers()]
+        self._follow_rank_0([tensor for tensor in whole if not tensor.is_meta])
         # fairseq's default window for the loss scale: the same number of micro-batches whatever the arrangement.
         window = max(1, 2**14 // self._micro_batches_per_update())
         self.precision = build_precision(common, self.device, window)
         if self.forward_is_collective:
             modules = self.fully_sharded_modules(self.model)
             fully_sharded.wrap(self.model, modules, self.device, distributed, self.precision)
+        if on_meta:
+            meta_build.fill(self.model, self.init_weights, self.device, derive_seed("init", self._seed))
 
         self._named_parameters = [(name, p) for name, p in self._all_parameters() if p.requires_grad]
         if not self._named_parameters:
@@ -125,6 +131,10 @@ class Trainer:
         if self.cfg.model is None:
             raise ConfigError(f"{type(self).__name__} has no build_model() and model._target_ is not given")
         return instantiate(self.cfg.model)
+
+    # A method init_weights(model) that sets every parameter and buffer, where a task offers it. Then build_model() builds
+    # without memory, and with ddp_backend=fully_sharded no rank ever holds more than its part.
+    init_weights: Any = None
 
     def build_criterion(self) -> nn.Module | None:
         """The criterion that `cfg.criterion._target_` names, None where the task has none (it has compute_loss)."""

@@ -12,6 +12,8 @@ import torch
 from checkpoint_file import ShardedTensor
 from tests.dist.harness import run_ranks
 from tests.resume.harness import config
+from tests.resume.task import Toy, ToyFromMeta
+from tests.resume.test_memory import anonymous_bytes
 
 WORLD_SIZES = (2, 3)
 NUM_UPDATES = 4
@@ -20,15 +22,25 @@ STILL = {"_target_": "tests.resume.task.Toy", "follow_mean": False}  # buffers d
 CPU = {"seed": 7, "log_format": "none", "cpu": True, "num_threads": 1}
 
 
-def build(folder: str, sharded: bool, distributed: dict | None = None, **sections):
-    """A toy trainer of tests.resume.task: tied, frozen and 0-dim parameters, buffers, a criterion's parameter, EMA."""
-    from tests.resume.task import Toy
+class Forgetful(Toy):
+    def init_weights(self, model) -> None:
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
 
+
+class SetsARow(Forgetful):
+    def init_weights(self, model) -> None:
+        super().init_weights(model)
+        model.first.weight[0].fill_(0.0)
+
+
+def build(folder: str, sharded: bool, distributed: dict | None = None, cls: type = Toy, **sections):
+    """A toy trainer of tests.resume.task: tied, frozen and 0-dim parameters, buffers, a criterion's parameter, EMA."""
     sections.setdefault("task", {"_target_": "tests.resume.task.Toy"})
     if sharded:
         distributed = {**sections.get("distributed_training", {}), **(distributed or {})}
         sections["distributed_training"] = {"ddp_backend": "fully_sharded", **distributed}
-    return Toy(config(Path(folder), **sections))
+    return cls(config(Path(folder), **sections))
 
 
 def update(index: int, rank: int, num_micro_batches: int = 2) -> list:
@@ -143,6 +155,7 @@ def _bytes_held(folder: str) -> dict:
 def _cases(folder: str) -> dict:
     in_half = {"gather_in_half_precision": True}
     return {
+        "memory of a build": _memory_of_a_build(folder),
         "fp32": _numbers(folder),
         "offloaded": _numbers(folder, distributed={"cpu_offload": True}),
         "bf16": _numbers(folder, common={**CPU, "bf16": True}),
@@ -153,6 +166,7 @@ def _cases(folder: str) -> dict:
         "errors": _errors(folder),
         "unused": _unused(folder),
         "tasks": _tasks(folder),
+        "from meta": _from_meta(folder),
         "still": trained(build(folder, True, task=STILL)),
     }
 
@@ -270,6 +284,38 @@ def _digits_config(folder: str) -> dict:
     }
 
 
+def _from_meta(folder: str) -> dict:
+    """The first state, and that after some updates, of a model that is built without memory; and what is forgotten."""
+    found = {}
+    for sharded in (False, True):
+        trainer = build(folder, sharded, cls=ToyFromMeta, task={**STILL, "_target_": "tests.resume.task.ToyFromMeta"})
+        assert trainer.model.tied.weight is trainer.model.second.weight
+        first = described(trainer.state_dict())["model"]
+        found[sharded] = {"first": first, "stats": trained(trainer), "ema": described(trainer.ema.state_dict())}
+    found["forgotten"] = _message(lambda: build(folder, True, cls=Forgetful))
+    found["row"] = _message(lambda: build(folder, True, cls=SetsARow))
+    return found
+
+
+class Wide(Toy):
+    def build_model(self):
+        return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+
+    def init_weights(self, model) -> None:
+        self.seen = []
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+            self.seen.append(anonymous_bytes())
+
+
+def _memory_of_a_build(folder: str) -> float:
+    """Peak memory of building 64 MiB of weights, over the bytes of this rank's rows."""
+    build(folder, True)  # imports, buffers of the process group
+    before = anonymous_bytes()
+    trainer = build(folder, True, cls=Wide, ema={"store_ema": False})
+    return (max(trainer.seen) - before) / sum(rows.nbytes for rows in trainer.optimizer.param_groups[0]["params"])
+
+
 def _with_infinite_gradient(trainer, mine: bool, sample):
     loss, sample_size, output = type(trainer).compute_loss(trainer, sample)
     weight = trainer.model.second.weight  # gathered, since a forward pass has begun
@@ -354,3 +400,21 @@ def test_the_tasks_train_validate_and_draw_block_by_block(cases, task):
         assert other["wrapped"] >= 2
     close(plain[0]["model"], assembled([found["model"] for found in sharded]), "model", 1e-2)
     assert sharded[0]["samples"] == plain[0]["samples"] and plain[0]["samples"], plain[0]["samples"]
+
+
+def test_a_model_built_without_memory_begins_with_the_same_values_everywhere(cases, tmp_path):
+    task = {**STILL, "_target_": "tests.resume.task.ToyFromMeta"}
+    single = described(build(str(tmp_path), False, cls=ToyFromMeta, task=task).state_dict())["model"]
+    found = [case["from meta"] for case in cases]
+    close(single, found[0][False]["first"], rtol=0)
+    close(single, assembled([one[True]["first"] for one in found]), rtol=0)
+    for one in found:
+        close(one[False]["stats"], one[True]["stats"])
+        assert "it left mean" in one["forgotten"]
+        assert "takes a part of a sharded parameter" in one["row"]
+
+
+def test_building_without_memory_takes_a_rank_its_rows_and_one_parameter(cases):
+    whole, one, others = 64 * 2**20, 4 * 2**20, 8 * 2**20
+    for case in cases:
+        assert case["memory of a build"] < 1 + (one + others) * len(cases) / whole, case["memory of a build"]

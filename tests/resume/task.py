@@ -133,3 +133,15 @@ def stop_if_asked(*place) -> None:
     if wanted == [str(part) for part in place]:
         del os.environ["TEST_STOP"]  # once
         os.kill(os.getpid(), getattr(signal, name))
+
+
+class ToyFromMeta(Toy):
+    """The same, its model built without memory and filled by init_weights."""
+
+    def init_weights(self, model: nn.Module) -> None:
+        for layer in (model.first, model.second, model.tied, model.head):
+            nn.init.kaiming_uniform_(layer.weight)
+            nn.init.trunc_normal_(layer.bias, std=0.1)
+        nn.init.ones_(model.scale)
+        model.frozen.copy_(torch.randn(8))
+        model.mean.zero_()
