@@ -121,8 +121,7 @@ class EMA:
             for name, tensor in current.items():
                 if start or name not in known:
                     wide = torch.promote_types(tensor.dtype, torch.float32) if known is self._averages else None
-                    dtype = wide or tensor.dtype
-                    known[name] = local_of(tensor).to(dtype, copy=True)
+                    known[name] = _copied(local_of(tensor), wide or tensor.dtype, known.get(name))
         self._averages = {name: self._averages[name] for name in parameters}
         self._copies = {name: self._copies[name] for name in others}
         self._parameters, self._others = parameters, others
@@ -286,6 +285,13 @@ def _memory(parameter: nn.Parameter) -> Tensor:
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the model's state_dict, as the objects that the model holds."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def _copied(tensor: Tensor, dtype: torch.dtype, memory: Tensor | None) -> Tensor:
+    """`tensor` as `dtype`, in `memory` where it fits: a second copy of everything would show in the peak of a load."""
+    if memory is not None and (memory.shape, memory.dtype, memory.device) == (tensor.shape, dtype, tensor.device):
+        return memory.copy_(tensor)
+    return tensor.to(dtype, copy=True)
 
 
 def _buffer_slots(model: nn.Module, names: Mapping[str, Tensor]) -> dict[str, tuple[nn.Module, str]]:
