@@ -162,7 +162,7 @@ def _print(ranks: int, size: str, times: dict[str, list[float]], nbytes: dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15, help=f"turns of {CHUNK} updates for each side")
+    parser.add_argument("--rounds", type=int, default=20, help=f"turns of {CHUNK} updates for each side")
     parser.add_argument("--sizes", nargs="+", default=["1 ms", "5 ms"], choices=list(SIZES))
     args = parser.parse_args()
     with socket.socket() as probe:
