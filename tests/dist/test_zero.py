@@ -285,11 +285,20 @@ def shared_memory_is_refused() -> str:
         return str(error)
 
 
-def both_errors() -> tuple[str, str]:
-    return step_after_the_memory_was_replaced(), shared_memory_is_refused()
+def nothing_to_hand_out() -> str:
+    _, _, optimizer = built("AdamW", {}, True, 2**20)
+    try:
+        optimizer.broadcast_global_state_dict({} if torch.distributed.get_rank() == 0 else None)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def three_errors() -> tuple[str, ...]:
+    return step_after_the_memory_was_replaced(), shared_memory_is_refused(), nothing_to_hand_out()
 
 
 def test_memory_that_is_not_where_the_optimizer_updates_it_is_named():
-    for replaced, shared in run_ranks(both_errors, 2):
+    for replaced, shared, nothing in run_ranks(three_errors, 2):
+        assert "rank 0 of the group must pass the state" in nothing
         assert "parameter first.weight no longer lies" in replaced and "zero_sharding=none" in replaced
         assert "parameters one and other lie in the same memory" in shared and "zero_sharding=none" in shared

@@ -152,3 +152,21 @@ def compare_cases(folder: Path) -> list[str]:
 def test_flags_overrides_schedules_and_precisions_are_those_of_plain_data_parallel(tmp_path):
     for different in run_ranks(compare_cases, 2, tmp_path):
         assert different == [f"{name}: None" for name in CASES]
+
+
+def seen_by_build_optimizer(folder: Path) -> list:
+    from tests.resume.task import Toy
+
+    class Watching(Toy):
+        def build_optimizer(self, named_parameters):
+            self.seen = [(name, tuple(parameter.shape)) for name, parameter in named_parameters]
+            return super().build_optimizer(named_parameters)
+
+    run = Watching(config(folder, distributed_training=ZERO))
+    assert type(run.optimizer).__name__ == "AdamW" and isinstance(run.optimizer, torch.optim.AdamW)
+    return run.seen
+
+
+def test_build_optimizer_sees_names_and_shapes_of_the_whole_model(tmp_path):
+    alone, ranks = run_ranks(seen_by_build_optimizer, 1, tmp_path)[0], run_ranks(seen_by_build_optimizer, 2, tmp_path)
+    assert ranks == [alone, alone] and ("second.weight", (8, 8)) in alone and ("criterion.temperature", ()) in alone
