@@ -1,6 +1,7 @@
 """How long a save blocks training, over a bare parallel write and fsync of the same bytes; and what others take.
 
     python benchmarks/save.py --ranks 2 --mib 1024
+    python benchmarks/save.py --ranks 2 --against folder dcp    # and distributed_training.use_sharded_state
     python benchmarks/save.py --ranks 2 --mib 1024 --async      # over one warm copy of the rank's own part
 
 The state is a model that every rank has whole (a third) and two moments that are sharded over the ranks. Each turn
@@ -124,6 +125,7 @@ def contestants(state: State, folder: str) -> dict:
     return {
         "raw": lambda: write_raw(f"{folder}/raw", own, state.rank * len(own)),
         "ours": lambda: checkpoint_utils.publish_checkpoint(sharded, f"{folder}/ours.pt"),
+        "folder": lambda: checkpoint_utils.publish_checkpoint_folder(sharded, f"{folder}/ours"),
         "torch.save": lambda: save_durably(whole, f"{folder}/torch.pt"),
         "fairseq": lambda: save_durably(state.gathered(), f"{folder}/fairseq.pt"),
         "dcp": dcp,
