@@ -1351,9 +1351,7 @@ def on_rank_0(do: Any, group: Any, share: bool = True) -> Any:
     if distributed_utils.get_rank(group) == 0:
         try:
             result = do()
-        except Exception as problem:  # agreed by all ranks below
+        except Exception as problem:  # raised on all ranks right below
             error = problem
-    checkpoint_file.agree_on_error(error, group)
-    if share:
-        result = distributed_utils.all_gather_list(result, group)[0]
-    return result
+    told = checkpoint_file.told_by_rank_0(error, result if share else None, group)
+    return told if share else result

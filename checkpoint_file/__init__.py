@@ -14,6 +14,7 @@ from checkpoint_file.errors import (
     UnsavableValueError,
     agree_on_error,
     error_kinds,
+    told_by_rank_0,
 )
 from checkpoint_file.folder_writing import write_checkpoint_folder
 from checkpoint_file.nests import ShardedTensor
@@ -44,6 +45,7 @@ __all__ = [
     "open_checkpoint",
     "open_local_checkpoint",
     "open_writer",
+    "told_by_rank_0",
     "verify_checkpoint",
     "verify_file",
     "write_checkpoint_file",

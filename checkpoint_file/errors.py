@@ -11,9 +11,12 @@ Exception
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from typing import Any
+
+import torch.distributed as dist
 
 import distributed_utils
 
@@ -75,17 +78,47 @@ def gather_agreed(error: BaseException | None, data: Any, group: Any = None) -> 
         if error is not None:
             raise error
         return [data]
-    own = None
-    if isinstance(error, CheckpointError):
-        own = (type(error).__name__, error.path, error.problem, error.record)
+    own = described(error)
     found = distributed_utils.all_gather_list((own, error is not None, data if error is None else None), group=group)
-    if any(failed and described is None for described, failed, _ in found):
+    if any(failed and fields is None for fields, failed, _ in found):
         distributed_utils.agree(error, group)
-    for rank, (described, failed, _) in enumerate(found):
+    for rank, (fields, failed, _) in enumerate(found):
         if failed:
-            kind, path, problem, record = described
-            raise distributed_utils.agreed(error_kinds()[kind](path, problem, record, rank)) from error
+            raise found_by(rank, fields) from error
     return [data for _, _, data in found]
+
+
+def told_by_rank_0(error: BaseException | None, data: Any, group: Any = None) -> Any:
+    """Collective. Rank 0's `data`, plain values, or its error, raised as by `agree_on_error`.
+
+    One broadcast, a fraction of a gathering: for what rank 0 alone has done. It does not wait for the others.
+    """
+    if distributed_utils.get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        return data
+    failure = None if error is None else dataclasses.astuple(distributed_utils.Failure.of(error))
+    told = (described(error), failure, data if error is None else None)
+    root = dist.get_global_rank(group, 0) if group is not None else 0
+    fields, failure, data = distributed_utils.broadcast_object(told, root, group)
+    if fields is not None:
+        raise found_by(0, fields) from error
+    if failure is not None:
+        rank, class_name, message, exit_status = failure
+        raise distributed_utils.agreed(error or distributed_utils.PeerError(rank, class_name, message, exit_status))
+    return data
+
+
+def described(error: BaseException | None) -> tuple | None:
+    """What another rank needs to raise the same CheckpointError; None for anything else."""
+    if not isinstance(error, CheckpointError):
+        return None
+    return type(error).__name__, error.path, error.problem, error.record
+
+
+def found_by(rank: int, fields: tuple) -> BaseException:
+    kind, path, problem, record = fields
+    return distributed_utils.agreed(error_kinds()[kind](path, problem, record, rank))
 
 
 def cannot_read(path: str, error: OSError) -> CheckpointError:

@@ -19,7 +19,7 @@ from torch import Tensor
 import distributed_utils
 from checkpoint_file import archive, streaming
 from checkpoint_file.archive import Place, crc32, crc32_combine, patch_checksums, read_directory, write_all
-from checkpoint_file.errors import CheckpointError, CheckpointWriteError, agree_on_error, gather_agreed
+from checkpoint_file.errors import CheckpointError, CheckpointWriteError, agree_on_error, gather_agreed, told_by_rank_0
 from checkpoint_file.nests import flat_pieces
 from checkpoint_file.planning import FilePlan, plan_file
 from checkpoint_file.shares import CUT_BYTES, compare_plans, share_out
@@ -175,7 +175,7 @@ class CheckpointWriter:
                 self._seal(np.frombuffer(b"".join(gathered), dtype=np.int64).reshape(-1, 4))
             except Exception as problem:  # agreed by all ranks below
                 error = problem
-        agree_on_error(self._described(error), self._group)
+        told_by_rank_0(self._described(error), None, self._group)
         return self.nbytes
 
     def _stream(self) -> list[np.ndarray]:
@@ -261,10 +261,7 @@ def open_writer(state: dict[str, Any], path: str | os.PathLike, group: Any = Non
         except Exception as problem:  # agreed by all ranks below
             error = write_error(path, problem, plan.nbytes) if isinstance(problem, OSError) else problem
     plan.skeleton = {}
-    agree_on_error(error, group)
-    if distributed_utils.get_world_size(group) > 1:
-        told = vars(layout) if layout is not None else None
-        layout = Layout(**distributed_utils.broadcast_object(told, streaming.global_rank(0, group), group))
+    layout = Layout(**told_by_rank_0(error, vars(layout) if layout is not None else None, group))
     shares = share_out(plan, np.frombuffer(layout.offsets, dtype=np.int64), pieces_of)
     return CheckpointWriter(path, plan, layout, directory, shares, group).meet()
 
