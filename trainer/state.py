@@ -288,7 +288,7 @@ def first_non_finite(named_parameters: Iterable[tuple[str, Tensor]]) -> str | No
         return None
     # The largest magnitude of each is finite exactly if all of it is, and is one pass without a temporary.
     norms = torch._foreach_norm([p for _, p in named], float("inf"))
-    if torch.isfinite(torch.stack([norm.float() for norm in norms])).all():
+    if torch.isfinite(torch.stack([norm.float().to(norms[0].device) for norm in norms])).all():
         return None
     return next(name for (name, _), norm in zip(named, norms) if not torch.isfinite(norm))
 
