@@ -15,13 +15,21 @@ SHARDED = {"ddp_backend": "fully_sharded"}
 
 
 @pytest.mark.parametrize(
-    "ranks, on_all_ranks",
-    [(3, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, False, marks=pytest.mark.slow)],
+    "ranks, on_all_ranks, asynchronously",
+    [
+        (3, True, False),
+        pytest.param(2, False, True, marks=pytest.mark.slow),
+        pytest.param(4, False, False, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_that_was_stopped_equals_the_one_that_was_not(tmp_path, ranks, on_all_ranks):
+def test_a_run_that_was_stopped_equals_the_one_that_was_not(tmp_path, ranks, on_all_ranks, asynchronously):
     through, stopped = tmp_path / "through", tmp_path / "stopped"
     sections = {
-        "checkpoint": {"load_checkpoint_on_all_dp_ranks": on_all_ranks},
+        "checkpoint": {
+            "load_checkpoint_on_all_dp_ranks": on_all_ranks,
+            "write_checkpoints_asynchronously": asynchronously,
+            "save_interval_updates": 2,
+        },
         "optimization": {"max_update": 9, "update_freq": 2, "clip_norm": 1.0, "lr": 0.01},
         "ema": {"store_ema": True, "ema_decay": 0.9, "ema_validate": True},
         "dataset": {"batch_size": 4, "batch_size_valid": 4, "validate_interval_updates": 4},
