@@ -54,7 +54,11 @@ def _save(folder: str) -> list:
     trainer = build(folder, True)
     trained(trainer)
     trainer.save_checkpoint(f"{folder}/sharded.pt")
-    return described(trainer.state_dict())
+    state = described(trainer.state_dict())
+    trainer = build(folder, True, distributed={"use_sharded_state": True})
+    trained(trainer)
+    trainer.save_checkpoint(f"{folder}/folder.pt")
+    return state
 
 
 def _load(folder: str) -> dict:
@@ -64,7 +68,7 @@ def _load(folder: str) -> dict:
         for on_all_ranks in (True, False):
             reads = {"load_checkpoint_on_all_dp_ranks": on_all_ranks}
             trainer = build(folder, sharded, checkpoint=reads, common={**CPU, "seed": 8})
-            for name in ("sharded", "plain"):
+            for name in ("sharded", "plain", "folder"):
                 trainer.load_checkpoint(f"{folder}/{name}.pt")
                 found[sharded, on_all_ranks, name] = described(trainer.state_dict())
     return found
@@ -105,7 +109,8 @@ def test_any_arrangement_takes_it_up_by_both_ways_of_reading(saved, ranks):
     folder, _ = saved
     results = run_ranks(_load, ranks, folder)
     for kind in results[0]:
-        same(assembled([result[kind] for result in results]), read(folder, kind[2]))
+        file = read(folder, "plain" if kind[2] == "plain" else "sharded")  # the folder holds what the file holds
+        same(assembled([result[kind] for result in results]), file)
 
 
 def test_one_process_takes_it_up(saved):
