@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("checkpoint_file/*.py"), *ROOT.glob("trainer/**/*.py")])
+FOLDERS = ("distributed_utils", "checkpoint_file", "trainer")
+FILES = sorted([*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py"))])
 
 # A module may import modules of its own layer or of a lower one.
 LAYERS = [

@@ -352,7 +352,7 @@ def test_a_value_that_cannot_be_sent_is_an_error_on_all_ranks_with_its_path():
 )
 def test_what_is_not_plain_is_refused(value):
     with pytest.raises(CannotSendError, match=r"obj\['key'\]"):
-        distributed_utils._encode({"key": value})
+        distributed_utils.objects._encode({"key": value})
 
 
 def test_a_message_that_names_a_function_is_refused_unexecuted(tmp_path):
@@ -361,7 +361,7 @@ def test_a_message_that_names_a_function_is_refused_unexecuted(tmp_path):
             return os.mkdir, (str(tmp_path / "executed"),)
 
     with pytest.raises(pickle.UnpicklingError, match="only plain values"):
-        distributed_utils._loads(pickle.dumps(Evil()), distributed_utils._refuse)
+        distributed_utils.plain_values.loads(pickle.dumps(Evil()), distributed_utils.plain_values.refuse)
     assert not (tmp_path / "executed").exists()
 
 
@@ -660,7 +660,7 @@ def test_srun_places_this_process_only_if_it_started_it():
     [("gpu[03-05,9]-ib,other", "gpu03-ib"), ("one", "one"), ("a1,a2", "a1"), ("n[7]", "n7")],
 )
 def test_the_first_host_of_a_node_list(nodelist, first):
-    assert distributed_utils._first_host(nodelist) == first
+    assert distributed_utils.launcher._first_host(nodelist) == first
 
 
 def test_an_agent_that_does_not_answer_is_an_error_in_seconds():

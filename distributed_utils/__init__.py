@@ -1,0 +1,76 @@
+"""Process groups, rank facts, objects and tensors between ranks, agreement on errors, and the death of peers.
+
+Owns: what the variables of a launch mean, how nests of plain values and tensors travel (tensors as bytes in bounded
+buckets, never pickled; nothing that arrives is executed), and how one rank's failure becomes known to all.
+Every function also works where no process group is initialised, as the only rank of a world of one.
+Must not know: files, checkpoints, the Trainer.
+"""
+
+from distributed_utils.config import DistributedTrainingConfig
+from distributed_utils.errors import (
+    LAUNCH_VARIABLES,
+    CannotBroadcastError,
+    CannotSendError,
+    LaunchEnvironmentError,
+    LostStoreError,
+    PeerError,
+    StoppedAtStartError,
+)
+from distributed_utils.failures import Failure, agree, agreed, exit_status_of, is_agreed, peer_failure, publish_failure
+from distributed_utils.groups import call_main, gather_ranks, init_process_group
+from distributed_utils.launcher import LaunchFacts, launch_facts, stale_variables
+from distributed_utils.objects import (
+    BUCKET_BYTES,
+    PACKED_BYTES,
+    all_gather_list,
+    all_reduce_dict,
+    broadcast_object,
+    broadcast_tensors,
+)
+from distributed_utils.peer_watch import PeerWatch, die_with_parent
+from distributed_utils.ranks import (
+    barrier,
+    communication_device,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+    is_master,
+)
+
+__all__ = [
+    "BUCKET_BYTES",
+    "CannotBroadcastError",
+    "CannotSendError",
+    "DistributedTrainingConfig",
+    "Failure",
+    "LAUNCH_VARIABLES",
+    "LaunchEnvironmentError",
+    "LaunchFacts",
+    "LostStoreError",
+    "PACKED_BYTES",
+    "PeerError",
+    "PeerWatch",
+    "StoppedAtStartError",
+    "agree",
+    "agreed",
+    "all_gather_list",
+    "all_reduce_dict",
+    "barrier",
+    "broadcast_object",
+    "broadcast_tensors",
+    "call_main",
+    "communication_device",
+    "die_with_parent",
+    "exit_status_of",
+    "gather_ranks",
+    "get_local_world_size",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_agreed",
+    "is_master",
+    "launch_facts",
+    "peer_failure",
+    "publish_failure",
+    "stale_variables",
+]

@@ -1,0 +1,94 @@
+"""The section `distributed_training`: how ranks are started, what they share out, how long they wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DDP_BACKENDS = ("pytorch_ddp", "fully_sharded")
+# What takes the place of fairseq's other names. All of them sum gradients once an update here.
+OTHER_BACKENDS = {
+    **dict.fromkeys(("c10d", "legacy_ddp", "no_c10d", "slow_mo", "slowmo"), "pytorch_ddp"),
+    **dict.fromkeys(("fsdp", "fsdp2", "fully_shard"), "fully_sharded"),
+}
+
+
+@dataclass
+class DistributedTrainingConfig:
+    """Section `distributed_training`."""
+
+    distributed_world_size: int = field(
+        default=1, metadata={"help": "ranks that plain `fairtrain` starts on this machine, >= 1; torchrun has its own"}
+    )
+    ddp_backend: str = field(
+        default="pytorch_ddp",
+        metadata={
+            "help": "pytorch_ddp: every rank holds the model, gradients are summed; fully_sharded: each holds its part "
+            "(FSDP2)"
+        },
+    )
+    cpu_offload: bool = field(
+        default=False,
+        metadata={"help": "fully_sharded: parameters, gradients and moments lie in host memory between their uses"},
+    )
+    gather_in_half_precision: bool = field(
+        default=False,
+        metadata={
+            "help": "fully_sharded with common.bf16 or fp16: parameters travel and compute in that precision, "
+            "gradients are summed in float32"
+        },
+    )
+    find_unused_parameters: bool = field(
+        default=False, metadata={"help": "let ranks finish an update in which some parameters had no gradient"}
+    )
+    zero_sharding: str = field(
+        default="none", metadata={"help": "os: each rank keeps the optimizer state of its share alone; none: all of it"}
+    )
+    use_sharded_state: bool = field(
+        default=False,
+        metadata={
+            "help": "save folders of torch.distributed.checkpoint, each rank writing its own part, under the names of the "
+            "files without .pt; every run loads both"
+        },
+    )
+    backend: str = field(
+        default="auto", metadata={"help": "torch.distributed backend; auto: gloo for the CPU and the accelerator's own"}
+    )
+    timeout_s: float = field(
+        default=1800.0, metadata={"help": "seconds after which a collective that a rank does not join fails, > 0"}
+    )
+
+    def problems(self) -> list[str]:
+        """Sentences about values that cannot work."""
+        found = []
+        if self.distributed_world_size < 1:
+            found.append(
+                f"distributed_training.distributed_world_size is {self.distributed_world_size}, but at least one rank "
+                "must train: distributed_training.distributed_world_size=1"
+            )
+        if self.zero_sharding not in ("none", "os"):
+            found.append(
+                f"distributed_training.zero_sharding is {self.zero_sharding!r}, but it must be none or os: "
+                "distributed_training.zero_sharding=none"
+            )
+        if self.ddp_backend not in DDP_BACKENDS:
+            wish = OTHER_BACKENDS.get(self.ddp_backend, " or ".join(DDP_BACKENDS))
+            found.append(
+                f"distributed_training.ddp_backend={self.ddp_backend} is not offered: distributed_training.ddp_backend={wish}"
+            )
+        if self.ddp_backend == "fully_sharded" and self.zero_sharding == "os":
+            found.append(
+                "distributed_training.ddp_backend=fully_sharded shards the optimizer state as well: leave out "
+                "distributed_training.zero_sharding=os"
+            )
+        for name in ("cpu_offload", "gather_in_half_precision"):
+            if getattr(self, name) and self.ddp_backend != "fully_sharded":
+                found.append(
+                    f"distributed_training.{name}=true is for sharded models: add "
+                    "distributed_training.ddp_backend=fully_sharded, or leave it out"
+                )
+        if self.timeout_s <= 0:
+            found.append(
+                f"distributed_training.timeout_s is {self.timeout_s}, but it must be above 0: "
+                "distributed_training.timeout_s=1800"
+            )
+        return found
