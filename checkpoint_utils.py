@@ -20,6 +20,7 @@ import math
 import os
 import re
 import shutil
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, Iterable, Iterator, Literal, Mapping
@@ -40,6 +41,7 @@ RESET_FLAGS = ("reset_optimizer", "reset_lr_scheduler", "reset_dataloader", "res
 SAVED_SETTINGS = (*RESET_FLAGS, "best_checkpoint_metric", "maximize_best_checkpoint_metric")
 PART_SETTINGS = ("load_include", "load_exclude", "load_rename", "load_shape_mismatch", "load_expected_count")
 ABANDONED = "abandoned"
+LARGE_FILE_BYTES = 16 << 20
 
 
 class NoUsableCheckpointError(CheckpointError):
@@ -597,7 +599,8 @@ class Publication:
 
     def _rename(self) -> None:
         try:
-            os.replace(self._temporary, self.path)
+            with freed_later(self.path):
+                os.replace(self._temporary, self.path)
             sync_folder(self._folder)
         except OSError as error:
             raise write_error(self.path, error) from error
@@ -673,13 +676,31 @@ def link_names(paths: list[str]) -> None:
         try:
             unlink(temporary)
             link_or_copy(first, temporary)
-            os.replace(temporary, other)
+            with freed_later(other):
+                os.replace(temporary, other)
             if other == others[-1]:
                 sync_folder(folder)
         except OSError as error:
             raise write_error(other, error) from error
         finally:
             unlink(temporary)
+
+
+@contextlib.contextmanager
+def freed_later(path: str) -> Iterator[None]:
+    """While open, a large file at `path` may lose its name; its bytes are freed by a thread, for nobody to wait for.
+
+    Freeing a gigabyte takes a quarter of a second, which was most of the time that an asynchronous save blocked.
+    """
+    fd = None
+    with contextlib.suppress(OSError):
+        if os.stat(path).st_size >= LARGE_FILE_BYTES:
+            fd = os.open(path, os.O_RDONLY)
+    try:
+        yield
+    finally:
+        if fd is not None:
+            threading.Thread(target=os.close, args=(fd,), name="freeing a file", daemon=True).start()
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -937,7 +958,8 @@ def remove_folders_without_link(save_dir: str) -> list[str]:
 def remove(path: str) -> None:
     """Remove a file, a link, or a folder, whose name is free before the first of its files is gone."""
     if os.path.islink(path) or not os.path.isdir(path):
-        return unlink(path)
+        with freed_later(path):
+            return unlink(path)
     folder, name = os.path.split(path)
     if not is_temporary_name(name) and not name.endswith(".old"):
         temporary = os.path.join(folder, temporary_name(name))

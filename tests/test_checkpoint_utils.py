@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -828,3 +829,15 @@ def test_importing_has_no_effect_and_stays_light():
     code = f"import sys; sys.path.insert(0, {root!r}); import checkpoint_utils; print([m for m in sys.modules if m.split('.')[0] in ('trainer', 'hydra', 'omegaconf')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
     assert logging.getLogger("checkpoint_utils").handlers == []
+
+
+def test_a_large_file_that_is_replaced_is_freed_by_a_thread_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_utils, "LARGE_FILE_BYTES", 1)
+    before = len(os.listdir("/proc/self/fd"))
+    for update in range(1, 4):
+        save_at(config(tmp_path, save_interval_updates=1, keep_interval_updates=1), update)
+    for thread in threading.enumerate():
+        if thread.name == "freeing a file":
+            thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert folder_content(tmp_path) == {"checkpoint_1_3.pt": 3, "checkpoint_last.pt": 3}
