@@ -177,6 +177,10 @@ class EMA:
         placement = placement_of(self._parameters[name])
         return average if placement is None else described(average, placement)
 
+    def restart(self) -> None:
+        """Begin again as a copy of the present weights."""
+        self._collect(start=True)
+
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Any] | None, copy: Copy) -> EMAReport:
         """Take the averages of a file; call it after the model has been loaded.

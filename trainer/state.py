@@ -222,10 +222,11 @@ def _shape_hint(names: list[str], prefix: str) -> str:
 
 
 def copy_common_part(source: Tensor, target: Tensor) -> None:
-    """Copy what both have, from index 0 on in each dimension; the rest of `target` stays."""
-    placement, local = placement_of(target), local_of(target)
-    if placement is not None and placement.numel:  # rows of the whole: the source's from the same row on
-        source = source[placement.begin // target.shape[1:].numel() :]
+    """Copy what both have, from index 0 on in each dimension; the rest of `target`, whole or sharded, stays."""
+    local, placement = local_of(target), placement_of(target)
+    if placement is not None:  # rows of the whole
+        first = placement.begin // max(1, target.shape[1:].numel())
+        source = source[first : first + len(local)]
     part = tuple(slice(0, min(a, b)) for a, b in zip(source.shape, local.shape))
     local[part].copy_(source[part])
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import checkpoint_file
 import checkpoint_utils
 import distributed_utils
-from trainer import fully_sharded, meta_build, optim, state
+from trainer import fully_sharded, loading, meta_build, optim, state
+from trainer.buffers import WatchedBuffers
 from trainer.config import complete_config, instantiate, to_plain
 from trainer.data import DummyBatch, EpochBatchIterator, dummy_batches, valid_batches
 from trainer.data_parallel import GradientReducer
@@ -30,7 +31,7 @@ from trainer.ema import EMA
 from trainer.errors import ConfigError, NonFiniteError
 from trainer.lr_scheduler import adapt_scheduler, build_lr_scheduler
 from trainer.metrics import EpochMeter, GlobalSums, LocalSums
-from trainer.partial_state import WHOLE, Selection, selection_of
+from trainer.partial_state import WHOLE, selection_of
 from trainer.precision import build_precision
 from trainer.randomness import derive_seed, seed_all
 from trainer.sharding import described_state
@@ -77,27 +78,11 @@ class Trainer:
         self._datasets: dict[str, Any] = {}
         self._valid_iterators: dict[str, Any] = {}
 
-        distributed = self.cfg.distributed_training
-        self._is_fully_sharded = fully_sharded.is_wanted(distributed, self.data_parallel_world_size)
-        seed_all(derive_seed("build", self._seed))
-        on_meta = model is None and self.init_weights is not None
-        with torch.device("meta") if on_meta else contextlib.nullcontext():
-            self.model = self.build_model() if model is None else model
-        self.model = self.model if on_meta else self.model.to(self.device)
-        self.criterion = self.build_criterion() if criterion is None else criterion
-        if isinstance(self.criterion, nn.Module):
-            self.criterion = self.criterion.to(self.device)
-        whole = [*(parameter for _, parameter in self._all_parameters()), *self._buffers()]
-        self._follow_rank_0([tensor for tensor in whole if not tensor.is_meta])
+        self._is_fully_sharded = fully_sharded.is_wanted(self.cfg.distributed_training, self.data_parallel_world_size)
         # fairseq's default window for the loss scale: the same number of micro-batches whatever the arrangement.
         window = max(1, 2**14 // self._micro_batches_per_update())
         self.precision = build_precision(common, self.device, window)
-        if self.forward_is_collective:
-            modules = self.fully_sharded_modules(self.model)
-            fully_sharded.wrap(self.model, modules, self.device, distributed, self.precision)
-        if on_meta:
-            meta_build.fill(self.model, self.init_weights, self.device, derive_seed("init", self._seed))
-
+        self._build_modules(model, criterion)
         self._named_parameters = [(name, p) for name, p in self._all_parameters() if p.requires_grad]
         if not self._named_parameters:
             raise ConfigError("the model has no parameter that requires a gradient: nothing to train")
@@ -120,9 +105,26 @@ class Trainer:
         self._train_iterator: EpochBatchIterator | None = None
         self._caller_extra_state: dict[str, Any] = {}
         self.load_report: state.LoadReport | None = None
-        self._buffer_slots: list[tuple[dict, str]] = []
-        self._remember_buffers()
+        self._watched = WatchedBuffers(self._modules if self.data_parallel_world_size > 1 else [])
         self.lr_step_update()
+
+    def _build_modules(self, model: nn.Module | None, criterion: Any) -> None:
+        """Build model and criterion, equal on all ranks, on the device; sharded where that is wanted."""
+        seed_all(derive_seed("build", self._seed))
+        on_meta = model is None and self.init_weights is not None
+        with torch.device("meta") if on_meta else contextlib.nullcontext():
+            self.model = self.build_model() if model is None else model
+        self.model = self.model if on_meta else self.model.to(self.device)
+        self.criterion = self.build_criterion() if criterion is None else criterion
+        if isinstance(self.criterion, nn.Module):
+            self.criterion = self.criterion.to(self.device)
+        whole = [*(parameter for _, parameter in self._all_parameters()), *self._buffers()]
+        self._follow_rank_0([tensor for tensor in whole if not tensor.is_meta])
+        if self.forward_is_collective:
+            modules, distributed = self.fully_sharded_modules(self.model), self.cfg.distributed_training
+            fully_sharded.wrap(self.model, modules, self.device, distributed, self.precision)
+        if on_meta:
+            meta_build.fill(self.model, self.init_weights, self.device, derive_seed("init", self._seed))
 
     # ---- build: a task overrides these ----
 
@@ -398,7 +400,7 @@ class Trainer:
         seed_all(derive_seed("micro_batch", self._seed, self._num_updates, j))
 
     def _flags(self) -> dict[str, bool]:
-        flags = {"buffers_changed": self._buffers_changed()}
+        flags = {"buffers_changed": self._watched.have_changed()}
         requests, saves = self.requests, self.saves
         if requests is not None:
             flags["stop"] = requests.stop_requested or self.cumulative_training_time() >= self.stop_after_seconds
@@ -500,27 +502,11 @@ class Trainer:
         named = [(name, parameter.grad) for name, parameter in self._all_parameters() if parameter.grad is not None]
         return next((f"the gradient of {name}" for name, grad in named if not torch.isfinite(grad).all()), None)
 
-    # ---- buffers: the file holds them once, so all ranks follow rank 0 ----
-
-    def _remember_buffers(self) -> None:
-        """Note each buffer's version, a count of in-place changes that torch keeps. Walking a model takes a while: once."""
-        if self.data_parallel_world_size > 1:
-            modules = [module for owner in self._modules for module in owner.modules()]
-            self._buffer_slots = [(module._buffers, name) for module in modules for name in module._buffers]
-            self._buffer_versions = self._buffers_now()
-
-    def _buffers_now(self) -> list[tuple[int, int]]:
-        found = (buffers.get(name) for buffers, name in self._buffer_slots)
-        return [(id(buffer), buffer._version) for buffer in found if buffer is not None]
-
-    def _buffers_changed(self) -> bool:
-        return bool(self._buffer_slots) and self._buffers_now() != self._buffer_versions
-
     def _sync_buffers(self) -> None:
         """Take rank 0's buffers if training changed any since the last time, as all ranks learned with the sums."""
         if self._sums.buffers_changed:
             self._follow_rank_0([*self._buffers(), *(self.ema.copies if self.ema is not None else ())])
-            self._remember_buffers()
+            self._watched.remember()
             self._sums.buffers_changed = False
 
     def _follow_rank_0(self, tensors: list[Tensor]) -> None:
@@ -672,12 +658,12 @@ class Trainer:
                 entry, self.criterion, self.optimizer, self.lr_scheduler, filename, reset_optimizer, reset_lr_scheduler
             )
             selection = WHOLE if whole else self._selection
-            fresh = self._load_model_state(saved, reader, filename, report, selection)
-            if saved.get("last_optimizer_state") is not None:
-                saved["last_optimizer_state"] = selection.optimizer_state(saved["last_optimizer_state"])
-            self._load_optimizer(saved, reader, reset_optimizer, optimizer_overrides, report, fresh)
-            ema = selection.tensors(saved["extra_state"].get("ema") or {})
-            self._load_ema({name: value for name, value in ema.items() if name not in fresh}, reader, report)
+            fresh = loading.fill_modules(self.model, self.criterion, saved, reader, selection, report)
+            names = [name for name, _ in self._named_parameters]
+            loading.fill_optimizer(self.optimizer, names, saved, reader, selection, fresh, reset_optimizer, report)
+            self._override_optimizer(optimizer_overrides)
+            if self.ema is not None:
+                loading.fill_ema(self.ema, saved, reader, selection, fresh, report)
             self.set_num_updates(int(entry.get("num_updates", 0)))
             report.num_updates = self._num_updates
             self.lr_scheduler.load_state_dict({} if reset_lr_scheduler else entry.get("lr_scheduler_state") or {})
@@ -690,7 +676,7 @@ class Trainer:
         report.saved_cfg = saved["cfg"]
         self.load_report = report
         self.lr_step_update()
-        self._remember_buffers()
+        self._watched.remember()
         return extra_state
 
     def load_model(self, filename: str) -> None:
@@ -702,10 +688,10 @@ class Trainer:
         with self._open(filename, own_format=not os.path.isdir(filename)) as reader:
             saved = self.upgrade_state_dict(state.with_model(reader.skeleton))
             self.load_report = state.LoadReport(path=filename, saved_cfg=saved.get("cfg") or {})
-            self._load_model_state(saved, reader, filename, self.load_report, self._selection)
+            loading.fill_modules(self.model, self.criterion, saved, reader, self._selection, self.load_report)
         if self.ema is not None:
-            self.ema.restore(None, _copy_nothing)
-        self._remember_buffers()
+            self.ema.restart()
+        self._watched.remember()
 
     def _open(self, filename: str, own_format: bool = True) -> Any:
         cfg, group = self.cfg.checkpoint, self.data_parallel_process_group
@@ -713,57 +699,11 @@ class Trainer:
             filename, group, cfg.load_checkpoint_on_all_dp_ranks, own_format, read_method=cfg.read_method
         )
 
-    def _load_model_state(
-        self, saved: dict, reader: Any, filename: str, report: state.LoadReport, selection: Selection
-    ) -> list[str]:
-        """Fill model and criterion; returns the names of what was not taken as it is, which starts fresh."""
-        modules = [("model", "", self.model)]
-        if isinstance(self.criterion, nn.Module):
-            modules.append(("criterion", "criterion.", self.criterion))
-        plans = [
-            state.plan_module(module, saved.get(key) or {}, filename, key, selection, prefix)
-            for key, prefix, module in modules
-        ]
-        selection.check_count(sum(len(plan.taken) + len(plan.slices) for plan in plans), filename)
-        reader.copy([pair for plan in plans for pair in plan.pairs])
-        for source, target in (pair for plan in plans for pair in plan.slices):
-            state.copy_common_part(reader.materialize(source), target)
-        for key, _, module in modules:
-            state.load_module_extras(module, saved.get(key) or {}, reader.materialize)
-        report.add_module(plans[0])
-        return [prefix + name for (_, prefix, _), plan in zip(modules, plans) for name in plan.fresh]
-
-    def _load_optimizer(
-        self, saved: dict, reader: Any, reset: bool, overrides: Any, report: state.LoadReport, fresh: list[str]
-    ) -> None:
-        saved_optimizer = saved.get("last_optimizer_state")
-        if saved_optimizer is None and not reset:
-            logger.warning("%s holds no optimizer state: moments start from zero", report.path)
-            report.fresh.append("optimizer (none in the file)")
-        at_first = optim.fresh_state(self.optimizer)
-        self.optimizer.state.clear()
-        self.optimizer.state.update(at_first)
-        if reset:
-            report.reset.append("optimizer moments")
-        elif saved_optimizer is not None:
-            order = [name for name, _ in self._named_parameters]
-            report.add_optimizer(
-                optim.restore_optimizer_state(self.optimizer, saved_optimizer, reader.copy, fresh, model_order=order)
-            )
+    def _override_optimizer(self, overrides: Any) -> None:
         if overrides:
             new_lr = optim.apply_optimizer_overrides(self.optimizer, optim.parse_overrides(overrides))
             if new_lr is not None:
                 self.lr_scheduler.set_base_lr(new_lr)
-
-    def _load_ema(self, saved: dict, reader: Any, report: state.LoadReport) -> None:
-        if self.ema is None:
-            return
-        restored = self.ema.restore(saved, reader.copy)
-        if restored.restored:
-            report.restored.append("ema")
-            report.fresh += [f"ema of {name}" for name in restored.missing]
-        else:
-            report.fresh.append("ema (none in the file: it starts from the loaded weights)")
 
     def _load_counters(self, extra_state: dict, reset_meters: bool, report: state.LoadReport) -> None:
         self._previous_training_time = float(extra_state.get("previous_training_time") or 0.0)
@@ -780,7 +720,3 @@ class Trainer:
             report.restored.append("meters, best score, patience")
         own = state.OWN_EXTRA_STATE
         self._caller_extra_state = {name: value for name, value in extra_state.items() if name not in own}
-
-
-def _copy_nothing(pairs: list) -> None:
-    assert not pairs, "nothing was saved, so there is nothing to copy"

@@ -1,0 +1,85 @@
+"""A saved state into the parts of a Trainer: modules, optimizer, averages.
+
+Owns: what is taken, what starts fresh, and the words on it in the report. Names and shapes are compared by state.py, the
+bytes come by the reader. Must not know: the Trainer, counters, where the file is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import optim, state
+from trainer.ema import EMA
+from trainer.partial_state import Selection
+
+logger = logging.getLogger(__name__)
+
+
+def fill_modules(
+    model: nn.Module, criterion: Any, saved: Mapping[str, Any], reader: Any, selection: Selection, report: state.LoadReport
+) -> list[str]:
+    """Fill model and criterion; returns the names of what was not taken as it is, which starts fresh.
+
+    Raises: state.ModelMismatchError, ConfigError where another number of tensors is taken than was demanded.
+    """
+    modules = [("model", "", model)]
+    if isinstance(criterion, nn.Module):
+        modules.append(("criterion", "criterion.", criterion))
+    plans = [
+        state.plan_module(module, saved.get(key) or {}, report.path, key, selection, prefix)
+        for key, prefix, module in modules
+    ]
+    selection.check_count(sum(len(plan.taken) + len(plan.slices) for plan in plans), report.path)
+    reader.copy([pair for plan in plans for pair in plan.pairs])
+    for source, target in (pair for plan in plans for pair in plan.slices):
+        state.copy_common_part(reader.materialize(source), target)
+    for key, _, module in modules:
+        state.load_module_extras(module, saved.get(key) or {}, reader.materialize)
+    report.add_module(plans[0])
+    return [prefix + name for (_, prefix, _), plan in zip(modules, plans) for name in plan.fresh]
+
+
+def fill_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: list[str],
+    saved: Mapping[str, Any],
+    reader: Any,
+    selection: Selection,
+    fresh: list[str],
+    reset: bool,
+    report: state.LoadReport,
+) -> None:
+    """Give `optimizer` the saved moments, or those that it begins with (`reset`, or the file has none).
+
+    names: of the trained parameters, in the model's order. fresh: parameters that were not taken from the file.
+    """
+    saved_optimizer = saved.get("last_optimizer_state")
+    if saved_optimizer is None and not reset:
+        logger.warning("%s holds no optimizer state: moments start from zero", report.path)
+        report.fresh.append("optimizer (none in the file)")
+    at_first = optim.fresh_state(optimizer)
+    optimizer.state.clear()
+    optimizer.state.update(at_first)
+    if reset:
+        report.reset.append("optimizer moments")
+    elif saved_optimizer is not None:
+        renamed = selection.optimizer_state(saved_optimizer)
+        report.add_optimizer(optim.restore_optimizer_state(optimizer, renamed, reader.copy, fresh, model_order=names))
+
+
+def fill_ema(
+    ema: EMA, saved: Mapping[str, Any], reader: Any, selection: Selection, fresh: list[str], report: state.LoadReport
+) -> None:
+    """Give `ema` the saved averages; those of `fresh` tensors, and those that the file lacks, start from the weights."""
+    tensors = selection.tensors(saved["extra_state"].get("ema") or {})
+    restored = ema.restore({name: value for name, value in tensors.items() if name not in fresh}, reader.copy)
+    if restored.restored:
+        report.restored.append("ema")
+        report.fresh += [f"ema of {name}" for name in restored.missing]
+    else:
+        report.fresh.append("ema (none in the file: it starts from the loaded weights)")
