@@ -10,8 +10,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",
-    py_modules=["checkpoint_utils"],
-    packages=find_packages(include=["checkpoint_file", "distributed_utils", "trainer", "trainer.*"]) + ["trainer.configs"],
+    packages=find_packages(include=["checkpoint_*", "distributed_utils", "trainer", "trainer.*"]) + ["trainer.configs"],
     package_dir={"trainer.configs": "configs"},
     package_data={"trainer.configs": ["*.yaml", "*/*.yaml"]},
     install_requires=[

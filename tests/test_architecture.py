@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("distributed_utils", "checkpoint_file", "trainer")
+FOLDERS = ("distributed_utils", "checkpoint_file", "checkpoint_utils", "trainer")
 FILES = sorted([*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py"))])
 
 # A module may import modules of its own layer or of a lower one.
@@ -35,8 +35,8 @@ def layer(module: str) -> int:
         module = "trainer.cli"  # commands
     elif module.startswith("trainer") and module not in ABOVE_THE_PARTS:
         module = "parts"
-    elif module not in ABOVE_THE_PARTS and module.startswith(("distributed_", "checkpoint_file")):
-        module = "distributed_utils" if module.startswith("distributed_") else "checkpoint_file"
+    elif module not in ABOVE_THE_PARTS:
+        module = module.partition(".")[0]
     return next(i for i, names in enumerate(LAYERS) if module in names)
 
 

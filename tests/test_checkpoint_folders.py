@@ -245,7 +245,7 @@ for update in range(1, 10_000):
 
 def test_sigkill_during_saves_never_leaves_a_broken_folder(tmp_path):  # [P1]
     path = str(tmp_path / "checkpoint_1_1")
-    code = KILLED.format(root=str(Path(checkpoint_utils.__file__).parent), path=path)
+    code = KILLED.format(root=str(Path(checkpoint_utils.__file__).parent.parent), path=path)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     process.stdout.readline()
     deadline = time.monotonic() + 60
@@ -268,7 +268,7 @@ def test_a_folder_that_a_living_process_writes_stays(folder):  # [P6]
     for path in (stale, live, *others):
         path.mkdir(parents=True)
     fd = os.open(live, os.O_RDONLY)
-    assert checkpoint_utils.lock(fd)
+    assert checkpoint_utils.file_system.lock(fd)
     assert checkpoint_utils.load_checkpoint(config(folder), FolderTrainer(config(folder)))[0] is None
     os.close(fd)
     assert live.exists() and not stale.exists() and all(path.exists() for path in others)

@@ -154,7 +154,7 @@ names = st.one_of(
 @given(names)
 def test_every_name_is_read_as_it_was_written(name):
     assert CheckpointName.parse(str(name)) == name
-    assert checkpoint_utils.is_temporary_name(checkpoint_utils.temporary_name(str(name)))
+    assert checkpoint_utils.names.is_temporary_name(checkpoint_utils.names.temporary_name(str(name)))
 
 
 @settings(deadline=None)
@@ -352,7 +352,7 @@ def test_one_content_is_written_once_and_linked(folder):  # [P4]
 
 
 def test_where_links_fail_there_is_a_copy_and_one_note(folder, monkeypatch, caplog):
-    checkpoint_utils.notice.cache_clear()
+    checkpoint_utils.file_system.notice.cache_clear()
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(95, "Operation not supported")))
     cfg = config(folder, save_interval_updates=1)
     save_at(cfg, 1)
@@ -364,7 +364,7 @@ def test_where_links_fail_there_is_a_copy_and_one_note(folder, monkeypatch, capl
 
 
 def test_a_mount_that_does_not_sync_folders_is_tolerated_with_one_notice(folder, monkeypatch, caplog):
-    checkpoint_utils.notice.cache_clear()
+    checkpoint_utils.file_system.notice.cache_clear()
     original = os.fsync
 
     def fsync(fd):
@@ -496,7 +496,7 @@ for update in range(1, 10_000):
 
 def test_sigkill_during_saves_never_leaves_a_broken_file(tmp_path):  # [P1]
     path = str(tmp_path / "checkpoint_last.pt")
-    code = KILLED.format(root=str(Path(checkpoint_utils.__file__).parent), path=path)
+    code = KILLED.format(root=str(Path(checkpoint_utils.__file__).parent.parent), path=path)
     for delay in (0.011, 0.023):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         process.stdout.readline()
@@ -520,7 +520,7 @@ def test_only_our_own_abandoned_temporaries_are_removed(folder):  # [P6]
     others = [folder / "notes.tmp", folder / ".checkpoint_last.pt.tmp", folder / ".model.pt.12.tmp", folder / "checkpoint.pt.1.tmp"]
     for path in (stale, *others):
         path.write_text("x")
-    with checkpoint_utils.held(str(live)):
+    with checkpoint_utils.file_system.held(str(live)):
         assert checkpoint_utils.load_checkpoint(config(folder), FakeTrainer(config(folder)))[0] is None
         assert live.exists() and not stale.exists() and all(path.exists() for path in others)
 
@@ -825,14 +825,14 @@ def test_checkpoint_paths_are_the_newest_first(folder):
 
 
 def test_importing_has_no_effect_and_stays_light():
-    root = str(Path(checkpoint_utils.__file__).parent)
+    root = str(Path(checkpoint_utils.__file__).parent.parent)
     code = f"import sys; sys.path.insert(0, {root!r}); import checkpoint_utils; print([m for m in sys.modules if m.split('.')[0] in ('trainer', 'hydra', 'omegaconf')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
     assert logging.getLogger("checkpoint_utils").handlers == []
 
 
 def test_a_large_file_that_is_replaced_is_freed_by_a_thread_soon(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_utils, "LARGE_FILE_BYTES", 1)
+    monkeypatch.setattr(checkpoint_utils.file_system, "LARGE_FILE_BYTES", 1)
     before = len(os.listdir("/proc/self/fd"))
     for update in range(1, 4):
         save_at(config(tmp_path, save_interval_updates=1, keep_interval_updates=1), update)

@@ -87,7 +87,7 @@ def tree_of_readme() -> list[str]:
 def test_the_tree_is_what_is_there():
     named = tree_of_readme()
     assert [path for path in named if not (ROOT / path).exists()] == []
-    folders = (".", "distributed_utils", "checkpoint_file", "trainer")
+    folders = (".", "distributed_utils", "checkpoint_file", "checkpoint_utils", "trainer")
     found = [path.relative_to(ROOT) for folder in folders for path in ROOT.glob(f"{folder}/*.py")]
     modules = {str(path) for path in found if not path.name.startswith(("_", "setup"))}
     assert sorted(modules - set(named)) == [], "name these in README.md's tree"
@@ -95,7 +95,7 @@ def test_the_tree_is_what_is_there():
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_files_that_are_named_exist(page):
-    pattern = r"(?:trainer|checkpoint_file|distributed_utils|tests|configs|examples|benchmarks|docs)/[\w./]+|checkpoint_\w+\.py"
+    pattern = r"(?:trainer|checkpoint_file|checkpoint_utils|distributed_utils|tests|configs|examples|benchmarks|docs)/[\w./]+"
     named = {match for match in re.findall(pattern, all_code(page)) if "…" not in match}
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
@@ -116,7 +116,7 @@ def test_options_that_are_named_exist(page):
 
 
 def test_classes_and_functions_of_the_tour_exist():
-    folders = ("distributed_utils", "checkpoint_file", "trainer", "tests")
+    folders = ("distributed_utils", "checkpoint_file", "checkpoint_utils", "trainer", "tests")
     files = [*ROOT.glob("*.py"), *(path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py"))]
     source = "\n".join(path.read_text() for path in files)
     names = set()

@@ -319,7 +319,7 @@ def save_while_another_lives(folder: str) -> list:
     if dist.get_rank() == 1:
         checkpoint_utils.remove_stale_temporaries(folder)
     dist.barrier()
-    assert os.listdir(folder) == names and all(map(checkpoint_utils.is_temporary_name, names)) and len(names) == 1
+    assert os.listdir(folder) == names and all(map(checkpoint_utils.names.is_temporary_name, names)) and len(names) == 1
     publication.finish()
     publication.close()
     return os.listdir(folder)
