@@ -46,10 +46,23 @@ def share_out(
     return slices
 
 
+def checked_parts(slices: list[Interval], begin: int, data: memoryview) -> list[tuple[int, int, int]]:
+    """(begin, end, CRC-32) of what `slices` want of `data`, which are a record's bytes from `begin` on."""
+    parts = []
+    end = begin + len(data)
+    at = max(0, bisect_right(slices, (begin,)) - 1)
+    while at < len(slices) and slices[at][0] < end:
+        low, high = max(begin, slices[at][0]), min(end, slices[at][1])
+        if low < high:
+            parts.append((low, high, crc32(data[low - begin : high - begin])))
+        at += 1
+    return parts
+
+
 class Checksums:
     """The CRC-32 of slices of records. A record of which all slices are there is compared at once.
 
-    `slices[record]` are those that are this reader's. Raises: CheckpointDamagedError, naming file and record.
+    Raises: CheckpointDamagedError, naming file and record.
     """
 
     def __init__(self, path: str, places: dict[str, Place], names: list[str]) -> None:
@@ -58,25 +71,15 @@ class Checksums:
         self._parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self._missing = {name: places[name].nbytes for name in self._names}
 
-    def add(self, name: str, slices: list[Interval], begin: int, data: memoryview) -> None:
-        """Check what `slices` want of `data`, which are the record's bytes from `begin` on."""
-        if not slices:
-            return
-        end = begin + len(data)
-        at = max(0, bisect_right(slices, (begin,)) - 1)
-        while at < len(slices) and slices[at][0] < end:
-            low, high = max(begin, slices[at][0]), min(end, slices[at][1])
-            if low < high:
-                self._take(name, low, high, data[low - begin : high - begin])
-            at += 1
-
-    def _take(self, name: str, begin: int, end: int, data: memoryview) -> None:
-        parts = self._parts[name]
-        if parts and parts[-1][1] == begin:
-            parts[-1] = (parts[-1][0], end, crc32(data, parts[-1][2]))
-        else:
-            parts.append((begin, end, crc32(data)))
-        self._count(name, end - begin)
+    def add(self, name: str, parts: list[tuple[int, int, int]]) -> None:
+        """Take (begin, end, CRC-32) of ranges of a record, each range once, in any order."""
+        known = self._parts[name]
+        for begin, end, crc in parts:
+            if known and known[-1][1] == begin:
+                known[-1] = (known[-1][0], end, crc32_combine(known[-1][2], crc, end - begin))
+            else:
+                known.append((begin, end, crc))
+            self._count(name, end - begin)
 
     def _count(self, name: str, nbytes: int) -> None:
         self._missing[name] -= nbytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 import distributed_utils
 from checkpoint_file import archive
 from checkpoint_file.archive import NO_CHECKSUM, Place
-from checkpoint_file.checksums import Checksums, share_out
+from checkpoint_file.checksums import Checksums, checked_parts, share_out
 from checkpoint_file.errors import CheckpointError, agree_on_error, cannot_read
 from checkpoint_file.filling import Interval, Plan, Use, cut, memory_for, memory_order, merged, own_pieces
 from checkpoint_file.nests import ShardedTensor, empty_storage, flat_pieces, leaves, map_leaves, tensor_in
@@ -26,6 +27,8 @@ from checkpoint_file.skeleton import TensorRef, require_own_format
 from checkpoint_file.sources import open_source
 
 logger = logging.getLogger(__name__)
+
+THREAD_BYTES = 256 << 10  # less is read sooner than it is handed to a thread
 
 
 class CheckpointReader:
@@ -152,12 +155,25 @@ class CheckpointReader:
         slices: dict[str, list[Interval]],
         checksums: Checksums,
     ) -> None:
-        """Read the wanted bytes in the order of the file, each once, check this rank's slices and fill its uses."""
-        for name in plan.names:
-            intervals = merged([one for part in wanted for one in part.get(name, [])])
-            for begin, end in cut(intervals, archive.CHUNK_BYTES):
-                data = self._bring(name, begin, end, uses.get(name, []))
-                checksums.add(name, slices.get(name, []), begin, data)
+        """Read the wanted bytes in the order of the file, each once, check this rank's slices and fill its uses.
+
+        Large ranges that go straight into their place are read and checked by as many threads as the rank may use.
+        """
+        num_threads = torch.get_num_threads()
+        under_way: list[tuple[str, Future]] = []
+        with ThreadPoolExecutor(num_threads) as threads:
+            for name in plan.names:
+                intervals, own = merged([one for part in wanted for one in part.get(name, [])]), slices.get(name, [])
+                for begin, end in cut(intervals, archive.CHUNK_BYTES):
+                    place = memory_for(uses.get(name, []), begin, end)
+                    if place is None:
+                        checksums.add(name, self._spread(name, begin, end, uses.get(name, []), own))
+                    elif num_threads == 1 or end - begin < THREAD_BYTES:
+                        checksums.add(name, self._bring(name, begin, place, own))
+                    else:
+                        under_way.append((name, threads.submit(self._bring, name, begin, place, own)))
+            for name, read in under_way:
+                checksums.add(name, read.result())
         for one in plan.scattered[plan.rank]:
             step = max(1, archive.CHUNK_BYTES // plan.pairs[one.pair][0].dtype.itemsize)
             view = self._stored_view(plan, one.pair)
@@ -166,17 +182,20 @@ class CheckpointReader:
                     plan.fill_scattered(one.pair, begin, piece.reshape(-1))
                     begin += piece.numel()
 
-    def _bring(self, name: str, begin: int, end: int, uses: list[Use]) -> memoryview:
-        """Read bytes straight into the one place that wants them, or spread them; returns them wherever they are."""
-        place = memory_for(uses, begin, end)
-        if place is not None:
-            memory = memoryview(place.numpy())
-            self._source.read_into(name, begin, memory)
-            return memory
+    def _bring(self, name: str, begin: int, place: Tensor, slices: list[Interval]) -> list[tuple[int, int, int]]:
+        """Read bytes straight into the one place that wants them; returns what was checked of them."""
+        memory = memoryview(place.numpy())
+        self._source.read_into(name, begin, memory)
+        return checked_parts(slices, begin, memory)
+
+    def _spread(
+        self, name: str, begin: int, end: int, uses: list[Use], slices: list[Interval]
+    ) -> list[tuple[int, int, int]]:
+        """Read bytes and give each use its share of them, converted or not; returns what was checked of them."""
         data = self._source.read(name, begin, end)
         for use in uses:
             use.fill(data, begin)
-        return memoryview(data.numpy())
+        return checked_parts(slices, begin, memoryview(data.numpy()))
 
     def _load(
         self, plan: Plan, message: Message, data: Tensor, slices: dict[str, list[Interval]], checksums: Checksums
@@ -193,7 +212,7 @@ class CheckpointReader:
             for low, high in cut([(begin, end)], archive.CHUNK_BYTES):
                 part = memory[position + low - begin : position + high - begin]
                 self._source.read_into(source, low, part)
-                checksums.add(source, slices.get(source, []), low, part)
+                checksums.add(source, checked_parts(slices.get(source, []), low, part))
 
     def _stored_view(self, plan: Plan, pair: int) -> Tensor:
         """The stored tensor of a pair, its elements row by row in the order of the target's memory."""
