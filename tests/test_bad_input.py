@@ -57,6 +57,7 @@ REFUSED = {
         ["optimization.update_freq=20", "optimization.skip_remainder_batch=true"],
         ["optimization.skip_remainder_batch"],
     ),
+    "a list that is too short": (["optimizer.betas=[0.9]"], ["optimizer.betas", "expected 2 values"]),
     "an unknown metric": (["checkpoint.best_checkpoint_metric=los"], ["checkpoint.best_checkpoint_metric", "loss"]),
     "a folder that cannot be made": (["run_dir=/proc/run"], ["run_dir", "/proc/run"]),
     "no folder for checkpoints": (["checkpoint.save_dir=/proc/x"], ["checkpoint.save_dir", "/proc/x"]),

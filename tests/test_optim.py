@@ -478,3 +478,22 @@ def test_bad_overrides_change_nothing(value, words):
 
 def test_no_overrides_are_an_empty_mapping():
     assert parse_overrides(None) == parse_overrides("") == parse_overrides("{}") == parse_overrides({}) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shapes", [[(3_000_001,)], [(1500, 1000), (70_000,), (3,)], [(2048, 1024)]])
+def test_the_norm_of_large_gradients_is_right_to_rounding(shapes, dtype):
+    """Squares that are added up one after the other lose digits: four of seven at ten million elements."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    if len(grads) == 1 and grads[0].dim() == 2:
+        grads = [grads[0].t()]
+    exact = torch.cat([grad.double().reshape(-1) for grad in grads]).norm().item()
+    assert clip_grad_norm(grads, 0).item() == pytest.approx(exact, rel=5e-7)
+
+
+@pytest.mark.parametrize("betas", [[], [0.9], [0.9, 0.99, 0.999]])
+def test_a_list_of_the_wrong_length_is_refused_with_a_sentence(betas):
+    parameters = [("weight", nn.Parameter(torch.zeros(3)))]
+    with pytest.raises(ConfigError, match=r"optimizer.betas=.*expected 2 values"):
+        build_optimizer({"_target_": "torch.optim.AdamW", "betas": betas}, parameters, 0.1)

@@ -67,7 +67,7 @@ def test_each_tensor_is_taken_or_fresh_and_what_is_left_is_counted(include, excl
     plan = plan_module(new, old.state_dict(), "a.pt", "model", selection)
     wanted = [name for name in NAMES if not include or any(re.search(p, name) for p in include)]
     wanted = [name for name in wanted if not any(re.search(p, name) for p in exclude)]
-    assert plan.taken == wanted and plan.fresh == plan.left == [name for name in NAMES if name not in wanted]
+    assert plan.taken == wanted and plan.sliced == [] and plan.fresh == plan.left == [name for name in NAMES if name not in wanted]
 
 
 def test_a_table_of_another_shape_can_be_left_out_and_the_rest_is_taken_moments_too(tmp_path):
@@ -121,12 +121,23 @@ def test_tensors_of_another_shape_are_skipped_or_taken_in_part(tmp_path, mismatc
     assert torch.equal(model.table.weight[rows:], start[rows:])
     assert torch.equal(trainer.ema.state_dict()["table.weight"], model.table.weight)
     assert torch.equal(model.encoder.weight, saved["encoder.weight"])
+    other_shape = "table.weight, head.weight, head.bias"
+    fresh = [f"3 tensors of the model ({other_shape})"] if mismatch == "skip" else []
+    assert [line for line in trainer.load_report.fresh if "of the model" in line] == fresh
 
 
 def test_another_count_than_expected_is_refused(tmp_path):
     path = trained(tmp_path, Net())
     with pytest.raises(ConfigError, match=r"a.pt: 2 tensors are taken, checkpoint.load_expected_count=5"):
         trainer_of(Net(), load_include="^encoder[.]", load_expected_count=5).load_model(path)
+
+
+def test_a_pattern_that_finds_nothing_is_told_and_taking_nothing_is_refused(tmp_path, caplog):
+    path = trained(tmp_path, Net())
+    trainer_of(Net(), load_exclude="^enkoder").load_model(path)
+    assert "no tensor is found by the pattern '^enkoder'" in caplog.text
+    with pytest.raises(ConfigError, match=r"a.pt: nothing of it would be taken. See checkpoint.load_include"):
+        trainer_of(Net(), load_include="^enkoder").load_model(path)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@
       ConfigError         bad input, found before the first update                 status 2
     ArithmeticError
       NonFiniteError      a loss, gradient or parameter that is not finite         status 1
+    RuntimeError
+      NothingSavedError   stopped by request, and checkpoints are off              status 1
 
 Checkpoint errors are checkpoint_file's, errors of peers are distributed_utils', dataset errors are data's.
 """
@@ -24,3 +26,12 @@ class NonFiniteError(ArithmeticError):
         if micro_batch is not None:
             place += f", micro-batch {micro_batch}"
         super().__init__(f"{what} is not finite ({place}).{' ' + hint if hint else ''}")
+
+
+class NothingSavedError(RuntimeError):
+    """The run was told to stop and had to lose what it had trained."""
+
+    is_user_error = True
+
+    def __init__(self, num_updates: int) -> None:
+        super().__init__(f"stopped by request at update {num_updates}; nothing was saved (checkpoint.no_save=true)")

@@ -34,14 +34,17 @@ def fill_modules(
         state.plan_module(module, saved.get(key) or {}, report.path, key, selection, prefix)
         for key, prefix, module in modules
     ]
-    selection.check_count(sum(len(plan.taken) + len(plan.slices) for plan in plans), report.path)
+    file_names = [prefix + name for key, prefix, _ in modules for name in saved.get(key) or {}]
+    for pattern in selection.idle_patterns(file_names):
+        logger.warning("%s: no tensor is found by the pattern %r of checkpoint.load_include or load_exclude", report.path, pattern)
+    selection.check_count(sum(len(plan.taken) + len(plan.sliced) for plan in plans), report.path)
     reader.copy([pair for plan in plans for pair in plan.pairs])
     for source, target in (pair for plan in plans for pair in plan.slices):
         state.copy_common_part(reader.materialize(source), target)
     for key, _, module in modules:
         state.load_module_extras(module, saved.get(key) or {}, reader.materialize)
     report.add_module(plans[0])
-    return [prefix + name for (_, prefix, _), plan in zip(modules, plans) for name in plan.fresh]
+    return [prefix + name for (_, prefix, _), plan in zip(modules, plans) for name in (*plan.fresh, *plan.sliced)]
 
 
 def fill_optimizer(

@@ -7,7 +7,7 @@ was built. Must not know: files (tensors of a saved state have shape and dtype),
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,18 @@ class Selection:
         ]
         return {**saved, "param_groups": groups}
 
+    def idle_patterns(self, saved: Iterable[str]) -> list[str]:
+        """The patterns of include and exclude that find no name among those of the file."""
+        here = [self.name_here(name) for name in saved]
+        return [p for p in (*self.include, *self.exclude) if not any(re.search(p, name) for name in here)]
+
     def check_count(self, count: int, path: str) -> None:
-        """Raise ConfigError unless as many tensors were taken as checkpoint.load_expected_count demands."""
+        """Raise ConfigError unless as many tensors were taken as checkpoint.load_expected_count demands, or any at all."""
+        if count == 0 and not self.is_whole:
+            raise ConfigError(
+                f"{path}: nothing of it would be taken. See checkpoint.load_include, load_exclude and load_rename; to start"
+                " from nothing, leave checkpoint.restore_file and checkpoint.finetune_from_model out"
+            )
         if self.expected_count and count != self.expected_count:
             raise ConfigError(
                 f"{path}: {count} tensors are taken, checkpoint.load_expected_count={self.expected_count}. "

@@ -163,12 +163,13 @@ def check_classes(
 class ModulePlan:
     """What a module takes from a saved state: pairs (saved tensor, own tensor), whole ones and ones of another shape.
 
-    taken, fresh: names of the module. left: names that the file has and nobody takes.
+    taken, sliced, fresh: names of the module, each in one of them. left: names that the file has and nobody takes.
     """
 
     pairs: list[tuple[Any, Tensor]] = field(default_factory=list)
     slices: list[tuple[Any, Tensor]] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
+    sliced: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
@@ -203,7 +204,8 @@ def plan_module(
         pairs=[(tensors[name], described(own[name])) for name in whole],
         slices=[(tensors[name], own[name]) for name in sliced],
         taken=whole,
-        fresh=[name for name in own if name not in whole],
+        sliced=sliced,
+        fresh=[name for name in own if name not in whole and name not in sliced],
         left=[name for name in saved if selection.name_here(prefix + name)[len(prefix) :] not in tensors] + skipped,
     )
 
@@ -212,13 +214,12 @@ def _shape_hint(names: list[str], prefix: str) -> str:
     """How to go on without the tensors that have another shape."""
     if not names:
         return ""
-    escaped = [(prefix + name).replace(".", "[.]") for name in names[:3]]
+    skip = "checkpoint.load_shape_mismatch=skip (slice takes the part that both have)"
+    if len(names) > 10:
+        return f"To leave them out, add: {skip}"
+    escaped = [(prefix + name).replace(".", "[.]") for name in names]
     patterns = ", ".join(f'"^{name}$"' for name in escaped)
-    more = "" if len(names) <= 3 else " and so on"
-    return (
-        f"To leave them out{more}, add: 'checkpoint.load_exclude=[{patterns}]' or checkpoint.load_shape_mismatch=skip "
-        "(slice takes the part that both have)"
-    )
+    return f"To leave them out, add: 'checkpoint.load_exclude=[{patterns}]' or {skip}"
 
 
 def copy_common_part(source: Tensor, target: Tensor) -> None:

@@ -31,7 +31,7 @@ from trainer import run_folder
 from trainer.background_saves import BackgroundSaves
 from trainer.config import config_differences, get_target, to_plain
 from trainer.data import valid_subsets
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, NothingSavedError
 from trainer.logs import RunLog, setup_logging
 from trainer.preemption import StopRequest
 from trainer.progress import Progress
@@ -365,7 +365,7 @@ class Run:
     def _stop(self) -> int:
         num_updates = self.trainer.get_num_updates()
         if not self._save(None, ending=True, stopping=True):
-            raise RuntimeError(f"stopped by request at update {num_updates}; nothing was saved (checkpoint.no_save=true)")
+            raise NothingSavedError(num_updates)
         self.progress.close()  # nothing comes behind the last words
         logger.info("stopped by request at update %d, checkpoint saved: start the same command to go on", num_updates)
         return START_ME_AGAIN

@@ -277,8 +277,8 @@ class Trainer:
             seed_all(derive_seed("dataset", self._seed, split))
             try:
                 self._datasets[split] = self.build_dataset(split)
-            except Exception:
-                logger.error("build_dataset(%r) failed: a name of dataset.train_subset or dataset.valid_subset", split)
+            except (KeyError, FileNotFoundError):
+                logger.error("build_dataset(%r) failed; splits are named by dataset.train_subset and valid_subset", split)
                 raise
         return self._datasets[split]
 
