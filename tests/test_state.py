@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +13,9 @@ from trainer.state import (
     ClassMismatchError,
     ModelMismatchError,
     check_classes,
-    check_task_state,
+    check_equal_on_ranks,
     first_non_finite,
+    magnitudes,
     plan_module,
 )
 
@@ -99,13 +102,13 @@ def test_another_class_is_refused_with_both_names_and_the_flag_unless_it_is_rese
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_parameter_that_is_not_finite_is_found_by_name(bad, dtype):
     named = [("a", torch.ones(3)), ("empty", torch.zeros(0)), ("count", torch.tensor(3)), ("b", torch.ones(4, 2, dtype=dtype))]
-    assert first_non_finite(named) is None
+    assert first_non_finite(magnitudes(named)) is None
     named[3][1][3, 1] = bad
-    assert first_non_finite(named) == "b"
+    assert first_non_finite(magnitudes(named)) == "b"
 
 
 def _check(states: list) -> None:
-    check_task_state(states[torch.distributed.get_rank()], None)
+    check_equal_on_ranks(states[torch.distributed.get_rank()], {"weight": 0.5}, None)
 
 
 def test_task_state_that_differs_between_ranks_is_named_on_all_of_them():
@@ -114,3 +117,25 @@ def test_task_state_that_differs_between_ranks_is_named_on_all_of_them():
     with pytest.raises(RanksFailed) as failed:
         run_ranks(_check, 2, [same, {"seen": 3, "table": torch.arange(4) + 1}])
     assert all("task_state.table" in outcome.error for outcome in failed.value.outcomes)
+
+
+def _save_after_a_change(path: str, change: float) -> None:
+    from tests.resume.harness import config
+    from tests.resume.task import Toy
+
+    trainer = Toy(config(Path(path).parent))
+    samples = next(iter(trainer.get_train_iterator(1).next_epoch_itr()))
+    trainer.train_step(samples)
+    if trainer.data_parallel_rank == 1:
+        with torch.no_grad():
+            trainer.model.head.weight.mul_(1 + change)
+    trainer.save_checkpoint(path)
+
+
+def test_parameters_that_drifted_apart_are_not_saved(tmp_path):
+    run_ranks(_save_after_a_change, 2, str(tmp_path / "same.pt"), 0.0)
+    run_ranks(_save_after_a_change, 2, str(tmp_path / "last_digits.pt"), 1e-5)
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_save_after_a_change, 2, str(tmp_path / "apart.pt"), 0.1)
+    assert all("parameter head.weight of rank 1 differs from rank 0's" in one.error for one in failed.value.outcomes)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["last_digits.pt", "same.pt"]

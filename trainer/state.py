@@ -7,6 +7,8 @@ Must not know: files (tensors of a saved state have shape and dtype, their bytes
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any, Iterable, Mapping
 
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 import distributed_utils
 from trainer.partial_state import WHOLE, Selection
 from trainer.sharding import described, local_of, placement_of
+
+logger = logging.getLogger(__name__)
 
 # Keys of extra_state that are the Trainer's; all others are the caller's and come back from a load.
 OWN_EXTRA_STATE = frozenset(
@@ -33,6 +37,8 @@ OWN_EXTRA_STATE = frozenset(
         "ema",
     }
 )
+DRIFT = 1e-3  # relative difference between ranks that no rounding explains
+PARAMETERS = "parameters"  # among the digests that ranks compare: of the magnitudes of all parameters
 
 
 class StateError(RuntimeError):
@@ -71,6 +77,19 @@ class ClassMismatchError(StateError):
         super().__init__(
             f"{path} (update {num_updates}): saved with {kind} {saved}, this run builds {built}. "
             f"To go on without what was saved of it, add: {override}"
+        )
+
+
+class DriftError(RuntimeError):
+    """A parameter that is whole on every rank is not the same on all of them."""
+
+    is_user_error = True
+
+    def __init__(self, name: str, rank: int, on_rank_0: float | None, on_rank: float | None) -> None:
+        self.name, self.rank = name, rank
+        super().__init__(
+            f"the ranks have drifted apart: parameter {name} of rank {rank} differs from rank 0's (the largest magnitude in"
+            f" it is {on_rank!r} and {on_rank_0!r}). Something changes parameters on one rank alone"
         )
 
 
@@ -282,27 +301,39 @@ def load_module_extras(module: nn.Module, saved: Mapping[str, Any], materialize:
             submodule.set_extra_state(materialize(saved[key]))
 
 
-def first_non_finite(named_parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first parameter that holds a NaN or an infinity in this rank's part of it; reads each once."""
+def magnitudes(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+    """The largest absolute value of each float parameter, in this rank's part of it; reads each once.
+
+    It is finite exactly if all of the parameter is, whatever the order of reduction, so ranks can compare it.
+    """
     named = [(name, local_of(p)) for name, p in named_parameters if p.is_floating_point()]
     named = [(name, p) for name, p in named if p.numel()]
-    if not named:
-        return None
-    # The largest magnitude of each is finite exactly if all of it is, and is one pass without a temporary.
-    norms = torch._foreach_norm([p for _, p in named], float("inf"))
-    if torch.isfinite(torch.stack([norm.float().to(norms[0].device) for norm in norms])).all():
-        return None
-    return next(name for (name, _), norm in zip(named, norms) if not torch.isfinite(norm))
+    largest = torch._foreach_norm([p for _, p in named], float("inf")) if named else []
+    values = torch.stack([one.float().to(largest[0].device) for one in largest]).tolist() if named else []
+    return dict(zip((name for name, _ in named), values))
 
 
-# ---- task state ----
+def first_non_finite(largest: Mapping[str, float]) -> str | None:
+    """The name of the first parameter that holds a NaN or an infinity, by its magnitude."""
+    return next((name for name, value in largest.items() if not math.isfinite(value)), None)
 
 
-def check_task_state(task_state: Any, group: Any) -> None:
-    """Raise TaskStateError on all ranks unless every rank has the same task state (the file holds rank 0's)."""
+# ---- what must be equal on all ranks ----
+
+
+def check_equal_on_ranks(task_state: Any, replicated: Mapping[str, float], group: Any) -> None:
+    """Collective. The file holds task state and whole parameters once, so every rank must have the same.
+
+    replicated: the magnitudes of the parameters that are whole on every rank.
+    Raises: on all ranks TaskStateError, or DriftError naming the first parameter that differs.
+    """
     if distributed_utils.get_world_size(group) == 1:
         return
-    digests = distributed_utils.all_gather_list(_digests(task_state), group)
+    own = {**_digests(task_state), PARAMETERS: _digest(repr(list(replicated.items())).encode())}
+    digests = distributed_utils.all_gather_list(own, group)
+    parameters = {one.pop(PARAMETERS) for one in digests}
+    if len(parameters) > 1:
+        _tell_drift(distributed_utils.all_gather_list(dict(replicated), group))
     for rank, other in enumerate(digests):
         different = sorted(k for k in digests[0].keys() | other.keys() if digests[0].get(k) != other.get(k))
         if different:
@@ -310,6 +341,23 @@ def check_task_state(task_state: Any, group: Any) -> None:
                 f"task_state_dict() of rank {rank} differs from rank 0's at {_first(different)}: "
                 "it must be equal on all ranks"
             )
+
+
+def _tell_drift(told: list[dict[str, float]]) -> None:
+    """Raise DriftError for the parameter that differs most, or warn where that is little.
+
+    Little is what processors of different makes do to each other's last digits in the course of a run.
+    """
+    differences = [
+        (abs(other.get(name, math.inf) - value) / (abs(value) or 1.0), rank, name)
+        for rank, other in enumerate(told)
+        for name, value in told[0].items()
+    ]
+    most, rank, name = max(differences, key=lambda one: one[0])
+    error = DriftError(name, rank, told[0][name], told[rank].get(name))
+    if most > DRIFT:
+        raise error
+    logger.warning("%s: it is saved as rank 0 has it", error)
 
 
 def _digests(value: Any, path: str = "task_state") -> dict[str, str]:
@@ -322,4 +370,8 @@ def _digests(value: Any, path: str = "task_state") -> dict[str, str]:
         content = repr((data.dtype, data.shape)).encode() + data.reshape(-1).view(torch.uint8).numpy().tobytes()
     else:
         content = f"{type(value).__name__}:{value!r}".encode()
-    return {path: hashlib.blake2b(content, digest_size=16).hexdigest()}
+    return {path: _digest(content)}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

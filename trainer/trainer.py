@@ -34,7 +34,7 @@ from trainer.metrics import EpochMeter, GlobalSums, LocalSums
 from trainer.partial_state import WHOLE, selection_of
 from trainer.precision import build_precision
 from trainer.randomness import derive_seed, seed_all
-from trainer.sharding import described_state
+from trainer.sharding import described_state, placement_of
 from trainer.zero import shard_optimizer
 
 logger = logging.getLogger(__name__)
@@ -623,15 +623,17 @@ class Trainer:
         """`state_dict()` with the caller's `extra_state`, after it was found fit to be saved. All ranks call it.
 
         Raises: NonFiniteError if a parameter is not finite (a healthy file is never replaced by such a one),
-            TaskStateError if the ranks' task states differ.
+            TaskStateError or DriftError if the ranks' task states or whole parameters differ.
         """
         self._sync_buffers()
         checkpoint = self.state_dict()
         checkpoint["extra_state"].update(extra_state or {})
-        bad = state.first_non_finite(self._all_parameters())
+        largest = state.magnitudes(self._all_parameters())
+        bad = state.first_non_finite(largest)
         error = NonFiniteError(f"parameter {bad}", self._num_updates, self.data_parallel_rank) if bad else None
         distributed_utils.agree(error, self.data_parallel_process_group)
-        state.check_task_state(checkpoint["task_state"], self.data_parallel_process_group)
+        replicated = {n: largest[n] for n, p in self._all_parameters() if n in largest and placement_of(p) is None}
+        state.check_equal_on_ranks(checkpoint["task_state"], replicated, self.data_parallel_process_group)
         return checkpoint
 
     def load_checkpoint(
