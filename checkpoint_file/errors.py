@@ -16,8 +16,6 @@ import errno
 import os
 from typing import Any
 
-import torch.distributed as dist
-
 import distributed_utils
 
 
@@ -99,7 +97,7 @@ def told_by_rank_0(error: BaseException | None, data: Any, group: Any = None) ->
         return data
     failure = None if error is None else dataclasses.astuple(distributed_utils.Failure.of(error))
     told = (described(error), failure, data if error is None else None)
-    root = dist.get_global_rank(group, 0) if group is not None else 0
+    root = distributed_utils.get_global_rank(group, 0)
     fields, failure, data = distributed_utils.broadcast_object(told, root, group)
     if fields is not None:
         raise found_by(0, fields) from error

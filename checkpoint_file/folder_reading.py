@@ -231,7 +231,7 @@ class FolderReader:
         flag = torch.tensor(
             [error is not None], dtype=torch.uint8, device=distributed_utils.communication_device(self._group)
         )
-        dist.broadcast(flag, src=self._global_rank(0), group=self._group)
+        dist.broadcast(flag, src=distributed_utils.get_global_rank(self._group, 0), group=self._group)
         return bool(flag)
 
     def _transfer(self, receivers: tuple[int, ...], group: list[Segment], bucket: Tensor, staging: Tensor) -> bool:
@@ -241,16 +241,13 @@ class FolderReader:
         if rank == 0 and staging is not bucket:
             bucket[part].copy_(staging[part])
         if len(receivers) == distributed_utils.get_world_size(self._group) - 1:
-            dist.broadcast(bucket[part], src=self._global_rank(0), group=self._group)
+            dist.broadcast(bucket[part], src=distributed_utils.get_global_rank(self._group, 0), group=self._group)
         elif rank == 0:
             for receiver in receivers:
-                dist.send(bucket[part], self._global_rank(receiver), group=self._group)
+                dist.send(bucket[part], distributed_utils.get_global_rank(self._group, receiver), group=self._group)
         elif rank in receivers:
-            dist.recv(bucket[part], self._global_rank(0), group=self._group)
+            dist.recv(bucket[part], distributed_utils.get_global_rank(self._group, 0), group=self._group)
         return rank in receivers
-
-    def _global_rank(self, rank: int) -> int:
-        return dist.get_global_rank(self._group, rank) if self._group is not None else rank
 
     def close(self) -> None:
         if self._files is not None:
@@ -319,7 +316,7 @@ def open_checkpoint_folder(
     except Exception as problem:  # agreed by all ranks below
         error = problem
     agree_on_error(error, group)
-    root = dist.get_global_rank(group, 0) if group is not None else 0
+    root = distributed_utils.get_global_rank(group, 0)
     told = (signature if on_all_ranks else describe_folder(reader.skeleton)) if rank == 0 else None
     told = distributed_utils.broadcast_object(told, root, group)
     if on_all_ranks:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import distributed_utils
@@ -282,7 +281,7 @@ def open_checkpoint(
                 if signature != told[0]:
                     raise CheckpointError(path, "this rank sees another file under this path than rank 0", None, rank)
         else:
-            root = dist.get_global_rank(group, 0) if group is not None else 0
+            root = distributed_utils.get_global_rank(group, 0)
             described = distributed_utils.broadcast_object(reader and describe_reader(reader), root, group)
             if described is None:
                 agree_on_error(error, group)

@@ -97,7 +97,7 @@ class Stream:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._root = dist.get_global_rank(group, 0) if group is not None else 0
+        self._root = distributed_utils.get_global_rank(group, 0)
         device = distributed_utils.communication_device(group)
         self._buffers = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         self._is_far = device.type != "cpu"
@@ -185,7 +185,7 @@ class Stream:
         if message.receiver == EVERYBODY:
             return dist.broadcast(data, src=self._root, group=self._group, async_op=True)
         if dist.get_rank() == self._root:
-            receiver = message.receiver if self._group is None else dist.get_global_rank(self._group, message.receiver)
+            receiver = distributed_utils.get_global_rank(self._group, message.receiver)
             return dist.isend(data, dst=receiver, group=self._group)
         return dist.irecv(data, src=self._root, group=self._group)
 

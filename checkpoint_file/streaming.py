@@ -20,7 +20,7 @@ FLAG_BYTES = 64  # before the data, which so stays aligned
 
 def send(chunks: Iterator[memoryview], nbytes: int, group: Any) -> None:
     """Send the `nbytes` of the chunks to rank 0 of the group; returns early if it says stop."""
-    device, root = distributed_utils.communication_device(group), global_rank(0, group)
+    device, root = distributed_utils.communication_device(group), distributed_utils.get_global_rank(group, 0)
     go_on = torch.zeros(1, dtype=torch.uint8, device=device)
     message = torch.empty(FLAG_BYTES + min(MESSAGE_BYTES, nbytes), dtype=torch.uint8, device="cpu")
     rest = memoryview(b"")
@@ -55,7 +55,7 @@ def receive(rank: int, nbytes: int, take: Callable[[memoryview], Any], group: An
 
     Returns early if the sender fails, which raises its error itself. Raises: what `take` raises.
     """
-    device, source = distributed_utils.communication_device(group), global_rank(rank, group)
+    device, source = distributed_utils.communication_device(group), distributed_utils.get_global_rank(group, rank)
     message = torch.empty(FLAG_BYTES + min(MESSAGE_BYTES, nbytes), dtype=torch.uint8, device=device)
     error = None
     for size in message_sizes(nbytes):
@@ -77,7 +77,3 @@ def receive(rank: int, nbytes: int, take: Callable[[memoryview], Any], group: An
 
 def message_sizes(nbytes: int) -> list[int]:
     return [min(MESSAGE_BYTES, nbytes - begin) for begin in range(0, nbytes, MESSAGE_BYTES)]
-
-
-def global_rank(rank: int, group: Any) -> int:
-    return dist.get_global_rank(group, rank) if group is not None else rank

@@ -31,6 +31,7 @@ from distributed_utils.peer_watch import PeerWatch, die_with_parent
 from distributed_utils.ranks import (
     barrier,
     communication_device,
+    get_global_rank,
     get_local_world_size,
     get_rank,
     get_world_size,
@@ -63,6 +64,7 @@ __all__ = [
     "die_with_parent",
     "exit_status_of",
     "gather_ranks",
+    "get_global_rank",
     "get_local_world_size",
     "get_rank",
     "get_world_size",

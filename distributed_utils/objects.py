@@ -24,7 +24,7 @@ from distributed_utils.plain_values import (
     refuse,
     refuse_tensor,
 )
-from distributed_utils.ranks import communication_device, get_rank, get_world_size
+from distributed_utils.ranks import communication_device, get_global_rank, get_rank, get_world_size
 
 BUCKET_BYTES = 32 * 2**20  # what a rank holds in flight beside the object itself
 PACKED_BYTES = 2**20  # blocks up to this size share a bucket, larger ones travel straight from and to their memory
@@ -129,7 +129,7 @@ def all_gather_list(data: Any, group: dist.ProcessGroup | None = None) -> list[A
         raise failure
     for rank, (header, payload) in enumerate(zip(headers, payloads)):
         if header[8] != 1:
-            raise PeerError(_global_rank(group, rank), "CannotSendError", payload.decode(errors="replace"))
+            raise PeerError(get_global_rank(group, rank), "CannotSendError", payload.decode(errors="replace"))
     return [loads(payload, refuse) for payload in payloads]
 
 
@@ -160,10 +160,6 @@ def _like(value: Any, total: Tensor, device: torch.device) -> Any:
         return total.reshape(value.shape).to(device)
     number = total.item()
     return int(number) if isinstance(value, int) else number
-
-
-def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def _all_gather_bytes(payload: bytes, size: int, comm: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -18,6 +18,11 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
+def get_global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    """The rank in the world of `rank` of `group` (None: the world)."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
 def get_local_world_size() -> int:
     """The number of ranks on this machine; 1 without a process group."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if dist.is_initialized() else 1

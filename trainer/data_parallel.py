@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20
-ALIGNMENT_BYTES = (
-    64  # as torch aligns what it allocates: kernels may take another way, to other bits, for other addresses
-)
+# As torch aligns what it allocates: kernels may take another way, to other bits, for other addresses.
+ALIGNMENT_BYTES = 64
 
 
 class GradientMismatchError(RuntimeError):
