@@ -5,6 +5,7 @@ Must not know: names and folders of a run, the Trainer, the config. docs/checkpo
 """
 
 from checkpoint_file.background import BackgroundWrite, HostBuffer
+from checkpoint_file.elements import ElementReader
 from checkpoint_file.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -23,7 +24,7 @@ from checkpoint_file.reading import CheckpointReader
 from checkpoint_file.skeleton import FORMAT_VERSION, TensorRef
 from checkpoint_file.sources import READ_METHODS
 from checkpoint_file.verifying import verify_file
-from checkpoint_file.writing import CheckpointWriter, open_writer, write_checkpoint_file
+from checkpoint_file.writing import CheckpointWriter, Supply, open_writer, write_checkpoint_file
 
 __all__ = [
     "FORMAT_VERSION",
@@ -35,9 +36,11 @@ __all__ = [
     "CheckpointReader",
     "CheckpointWriteError",
     "CheckpointWriter",
+    "ElementReader",
     "HostBuffer",
     "NotACheckpointError",
     "ShardedTensor",
+    "Supply",
     "TensorRef",
     "UnsavableValueError",
     "agree_on_error",

@@ -24,6 +24,8 @@ from checkpoint_file.nests import flat_pieces
 from checkpoint_file.planning import FilePlan, plan_file
 from checkpoint_file.shares import CUT_BYTES, compare_plans, share_out
 
+# As `row_bytes`: (parts of a record, begin, end) to its bytes [begin, end) in chunks, each valid until the next.
+Supply = Callable[[list[tuple[int, Tensor]], int, int], Iterator[memoryview]]
 Directory = tuple[dict[str, Place], int]  # where the records lie, and the offset of the zip's own directory
 
 
@@ -137,20 +139,23 @@ class CheckpointWriter:
         """Have `write` end after its current chunk; the file will not be finished."""
         self._cancelled = True
 
-    def write(self) -> None:
-        """Write this rank's share and flush it; what goes wrong is raised by `finish`, on all ranks."""
+    def write(self, supply: Supply | None = None) -> None:
+        """Write this rank's share and flush it; what goes wrong is raised by `finish`, on all ranks.
+
+        supply: gives the bytes of a record where the state has stand-ins for its tensors, that nobody has filled.
+        """
         if self._fd is None:
             return
         try:
-            self._write_rows()
+            self._write_rows(supply or row_bytes)
             os.fsync(self._fd)
         except Exception as error:  # whatever it is, the other ranks wait in `finish`
             self.error = error
 
-    def _write_rows(self) -> None:
+    def _write_rows(self, supply: Supply) -> None:
         for at, (index, begin, end) in enumerate(self._rows.tolist()):
             offset, checksum = int(self._offsets[index]) + begin, 0
-            for data in row_bytes(self._parts[index], begin, end):
+            for data in supply(self._parts[index], begin, end):
                 if self._cancelled:
                     return
                 checksum = crc32(data, checksum)

@@ -60,9 +60,12 @@ class Publication:
             raise write_error(self.path, error) from error
         return temporary
 
-    def write(self) -> None:
-        """Write this rank's share; talks to nobody. What goes wrong is raised by `finish`, on all ranks."""
-        self._writer.write()
+    def write(self, supply: checkpoint_file.Supply | None = None) -> None:
+        """Write this rank's share; talks to nobody. What goes wrong is raised by `finish`, on all ranks.
+
+        supply: gives the bytes where the state has stand-ins for its tensors (CheckpointWriter.write).
+        """
+        self._writer.write(supply)
 
     def write_in_background(self, buffer: checkpoint_file.HostBuffer) -> None:
         """Copy this rank's share into the buffer, and have a thread write it."""
