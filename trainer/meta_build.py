@@ -9,7 +9,7 @@ memory for its part and the largest parameter, and the generator moves as it doe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,20 @@ import distributed_utils
 from trainer.errors import ConfigError
 from trainer.randomness import seed_all
 from trainer.sharding import is_dtensor, local_of, placement_of
+from trainer.targets import get_target
 
 
 def is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def init_weights_of(node: Mapping[str, Any] | None, known: type[nn.Module]) -> Callable[[nn.Module], None] | None:
+    """What fills the model that the config node `node` names: its own init_weights(), if it is a `known` model.
+
+    None for another class, of whose init_weights(), if it has one, nothing is known: it is built whole.
+    """
+    target = get_target(node, where="model._target_") if node else None
+    return target.init_weights if target is not None and issubclass(target, known) else None
 
 
 @torch.no_grad()

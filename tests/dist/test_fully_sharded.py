@@ -221,6 +221,8 @@ def _tasks(folder: str) -> dict:
     for name, cfg in (("text", _text_config(folder)), ("digits", _digits_config(folder))):
         for sharded in (False, True):
             trainer = _trainer(folder, f"{name}_{sharded}", sharded, cfg)
+            assert trainer.init_weights is not None, "built whole"
+            first = described(trainer.state_dict()["model"])
             batches = trainer.get_train_iterator(1).next_epoch_itr()
             stats = [trainer.train_step(next(batches)) for _ in range(3)]
             stats.append(trainer.validate("valid", max_batches=1))
@@ -231,6 +233,7 @@ def _tasks(folder: str) -> dict:
             )
             torch.distributed.barrier()
             found[name, sharded] = {
+                "first": first,
                 "stats": stats,
                 "model": described(trainer.state_dict()["model"]),
                 "samples": samples,
@@ -400,6 +403,7 @@ def test_the_tasks_train_validate_and_draw_block_by_block(cases, task):
     for one, other in zip(plain, sharded):
         close(one["stats"], other["stats"], "stats", 1e-3)
         assert other["wrapped"] >= 2
+    close(plain[0]["first"], assembled([found["first"] for found in sharded]), "first", 0)
     close(plain[0]["model"], assembled([found["model"] for found in sharded]), "model", 1e-2)
     assert sharded[0]["samples"] == plain[0]["samples"] and plain[0]["samples"], plain[0]["samples"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from trainer import Trainer
 from trainer.errors import ConfigError
+from trainer.meta_build import init_weights_of
 from trainer.randomness import derive_seed, seed_all
 from trainer.tasks.dit.diffusion import build_diffusion, sample_classes
 from trainer.tasks.dit.images import FolderDataset, Listing, list_split, read_latent
+from trainer.tasks.dit.model import DiT
 from trainer.tasks.dit.pictures import write_grid
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,10 @@ def _setting(default: Any, meaning: str) -> Any:
 
 class DiffusionTask(Trainer):
     """What the diffusion tasks share: drawing samples from the model that is being trained, always the same ones."""
+
+    @property
+    def init_weights(self) -> Callable[[torch.nn.Module], None] | None:
+        return init_weights_of(self.cfg.model, DiT)
 
     def draw(self, labels: list[int], steps: int, cfg_scale: float, clip: bool) -> Tensor:
         """One image per label [N, C, S, S] on the CPU, from the average of the weights where there is one.

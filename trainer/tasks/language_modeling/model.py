@@ -70,7 +70,10 @@ class TransformerLM(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Normal weights of width 1/sqrt(fan in), output layers of the residual branches zero: a block starts as x."""
+        """Normal weights of width 1/sqrt(fan in), output layers of the residual branches zero: a block starts as x.
+
+        Every parameter and buffer is set, so a model that was built on the meta device starts here.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -81,6 +84,10 @@ class TransformerLM(nn.Module):
                     nn.init.zeros_(module.weight)
                 elif module.weight is not self.embedding.weight:
                     nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
+        if self.rotary_cos is not None:
+            cos, sin = rotary_table(self.max_length, 2 * self.rotary_cos.shape[1])
+            self.rotary_cos.copy_(cos)
+            self.rotary_sin.copy_(sin)
 
     def fully_sharded_modules(self) -> list[nn.Module]:
         """What ddp_backend=fully_sharded gathers and frees as one: a block at a time, the tables of n-grams apart."""

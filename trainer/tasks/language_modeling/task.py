@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
@@ -17,9 +18,10 @@ import torch
 
 from trainer import Trainer
 from trainer.errors import ConfigError
+from trainer.meta_build import init_weights_of
 from trainer.randomness import derive_seed
 from trainer.tasks.language_modeling.data import BYTE_VOCABULARY, TokenBlocks, open_split
-from trainer.tasks.language_modeling.model import generate
+from trainer.tasks.language_modeling.model import TransformerLM, generate
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,10 @@ class LanguageModeling(Trainer):
         if problems:
             raise ConfigError("; ".join(problems))
         return super().build_model()
+
+    @property
+    def init_weights(self) -> Callable[[torch.nn.Module], None] | None:
+        return init_weights_of(self.cfg.model, TransformerLM)
 
     def build_dataset(self, split: str) -> TokenBlocks:
         task = self.cfg.task
