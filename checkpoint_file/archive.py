@@ -55,7 +55,7 @@ class Place:
 
 
 def read_directory(fd: int, path: str) -> tuple[dict[str, Place], int]:
-    """The records by name (without the archive's prefix) and the offset of the central directory.
+    """The records by name (without the archive's prefix), as they lie, and the offset of the central directory.
 
     Raises: CheckpointDamagedError if directory and records contradict each other or reach beyond the file.
     """
@@ -80,7 +80,7 @@ def read_directory(fd: int, path: str) -> tuple[dict[str, Place], int]:
         places[name] = place
         entry_offset += 46 + len(entry.orig_filename.encode()) + len(entry.extra) + len(entry.comment)
     assert directory_offset <= size
-    return places, directory_offset
+    return dict(sorted(places.items(), key=lambda item: item[1].offset)), directory_offset
 
 
 def data_offset(fd: int, path: str, entry: zipfile.ZipInfo) -> int:

@@ -45,7 +45,7 @@ def stride_in_order(sizes: Sequence[int], order: Sequence[int]) -> tuple[int, ..
     return tuple(strides)
 
 
-def range_of_box(box: Box, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
+def range_of_box(box: Box, stride: Sequence[int]) -> tuple[int, int]:
     """The shortest range of elements, in the order of memory of a dense whole, that holds all of the box."""
     begin = sum(offset * step for offset, step in zip(box.offsets, stride))
     return begin, begin + sum((size - 1) * step for size, step in zip(box.sizes, stride)) + 1
@@ -76,12 +76,10 @@ def in_row(row: int, shape: Sequence[int], begin: int, end: int) -> Iterator[Box
 
 @dataclass
 class BoxView:
-    """The part of a tensor that lies in `box`, as a view of the memory that holds it; `begin`: its first element's
-    number in the order of memory of the whole."""
+    """The part of a tensor that lies in `box`, as a view of the memory that holds it."""
 
     box: Box
     view: Tensor
-    begin: int = 0
 
     def narrowed(self, box: Box) -> Tensor:
         view = self.view
@@ -91,33 +89,49 @@ class BoxView:
         return view
 
 
-def views_of_range(
-    values: Tensor, begin: int, shape: Sequence[int], stride: Sequence[int], origin: Sequence[int] | None = None
-) -> Iterator[BoxView]:
-    """`values`, one-dimensional, are elements [begin, begin + numel) of a dense whole, which lies at `origin`."""
+def views_of_range(values: Tensor, begin: int, shape: Sequence[int], stride: Sequence[int]) -> Iterator[BoxView]:
+    """`values`, one-dimensional, are elements [begin, begin + numel) of a dense whole."""
     order = memory_order(stride)
     place = [order.index(d) for d in range(len(order))]
     position = begin
     for box in boxes_of_range([shape[d] for d in order], begin, begin + values.numel()):
         view = values[position - begin : position - begin + box.numel].view(box.sizes).permute(place)
-        offsets = [box.offsets[i] for i in place]
-        if origin is not None:
-            offsets = [offset + start for offset, start in zip(offsets, origin)]
-        yield BoxView(Box(tuple(offsets), tuple(view.shape)), view, position)
+        yield BoxView(Box(tuple(box.offsets[i] for i in place), tuple(view.shape)), view)
         position += box.numel
 
 
-def views_of_target(target: Tensor | ShardedTensor) -> list[BoxView]:
-    """What of a whole tensor is to be filled here: all of a plain one, the pieces of a sharded one."""
-    if isinstance(target, ShardedTensor):
-        return [
-            view
-            for begin, values in target.pieces
-            for view in views_of_range(values.detach(), begin, target.shape, target.stride)
-        ]
-    if target.numel() == 0:
-        return []
-    return [BoxView(Box((0,) * target.dim(), tuple(target.shape)), target.detach())]
+def part_in_box(target: Tensor | ShardedTensor, box: Box) -> Tensor | ShardedTensor:
+    """What of a whole lies in `box`, as a whole of the box's shape.
+
+    Pieces of a ShardedTensor may become views of as many dimensions as the box has; row by row they are its elements
+    in the order of the target's memory.
+    """
+    if isinstance(target, Tensor):
+        return BoxView(Box((0,) * target.dim(), tuple(target.shape)), target.detach()).narrowed(box)
+    stride = stride_in_order(box.sizes, memory_order(target.stride))
+    begin, end = range_of_box(box, target.stride)
+    if end - begin == box.numel:  # the box is a range of the whole
+        pieces = ranges_in(target, begin, end)
+    else:
+        pieces = views_in(target, box, stride)
+    return ShardedTensor(target.dtype, torch.Size(box.sizes), stride, tuple(pieces))
+
+
+def ranges_in(target: ShardedTensor, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+    for first, values in target.pieces:
+        low, high = max(begin, first), min(end, first + values.numel())
+        if low < high:
+            yield low - begin, values.detach()[low - first : high - first]
+
+
+def views_in(target: ShardedTensor, box: Box, stride: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """A range of the whole, cut by a box, is again a range of the box's elements: their order is the same."""
+    order = memory_order(target.stride)
+    for first, values in target.pieces:
+        for given in views_of_range(values.detach(), first, target.shape, target.stride):
+            if common := given.box.common(box):
+                inside = Box(tuple(a - b for a, b in zip(common.offsets, box.offsets)), common.sizes)
+                yield range_of_box(inside, stride)[0], given.narrowed(common).permute(order)
 
 
 def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_file.archive import Place
+from checkpoint_file.boxes import Box, memory_order, part_in_box
 from checkpoint_file.nests import ShardedTensor, flat_pieces, is_dense
 from checkpoint_file.skeleton import TensorRef
 
@@ -90,11 +91,6 @@ class Scattered:
     end: int
 
 
-def memory_order(stride: tuple[int, ...]) -> list[int]:
-    """The dimensions from the slowest to the fastest in memory."""
-    return sorted(range(len(stride)), key=lambda d: -stride[d])
-
-
 def is_in_file_order(ref: TensorRef, target: ShardedTensor) -> bool:
     """Whether pieces of `target` are ranges of the record's bytes."""
     pairs = [(mine, own) for mine, own, size in zip(ref._stride, target.stride, ref.shape) if size > 1]
@@ -110,11 +106,20 @@ def use_of_whole(ref: TensorRef, target: Tensor) -> Use:
     return Use(ref.dtype, torch.empty((end - begin) // ref.dtype.itemsize, dtype=ref.dtype), begin, (ref, target))
 
 
+def stored_pairs(pairs: list[tuple[TensorRef, Target]]) -> Iterator[tuple[TensorRef, Target]]:
+    """The pairs, with one for each record of a tensor that lies in several, the same on all ranks."""
+    for ref, target in pairs:
+        assert tuple(ref.shape) == tuple(target.shape), (ref, target.shape)
+        if not ref._chunks:
+            yield ref, target
+        for offsets, chunk in ref._chunks:
+            yield chunk, part_in_box(target, Box(offsets, tuple(chunk.shape)))
+
+
 def own_pieces(pairs: list[tuple[TensorRef, Target]]) -> np.ndarray:
     """int64 [n, 3]: (pair, first element, end) of each piece of a sharded target that this rank wants."""
     rows = []
     for number, (ref, target) in enumerate(pairs):
-        assert ref.shape == target.shape, (ref, target.shape)
         for begin, values in target.pieces if isinstance(target, ShardedTensor) else ():
             assert 0 <= begin <= begin + values.numel() <= ref.shape.numel(), (ref, begin, values.numel())
             if values.numel():
@@ -148,8 +153,7 @@ class Plan:
         self.whole = {name: merged(intervals) for name, intervals in self.whole.items()}
         self.sharded = [{name: merged(one) for name, one in rank.items()} for rank in self.sharded]
         used = {ref._record for ref, _ in pairs if ref.nbytes}
-        order = {name: number for number, name in enumerate(places)}
-        self.names = sorted(used, key=lambda name: (places[name].offset, order[name]))
+        self.names = [name for name in places if name in used]
         self.rank = rank
 
     def _add_pieces(self, pieces: list[np.ndarray]) -> None:
@@ -176,7 +180,7 @@ class Plan:
         for first, values in self.pairs[pair][1].pieces:
             low, high = max(begin, first), min(begin + elements.numel(), first + values.numel())
             if low < high:
-                values.detach()[low - first : high - first].copy_(elements[low - begin : high - begin])
+                copy_flat(elements[low - begin : high - begin], values.detach(), low - first)
 
     def finish(self) -> None:
         for uses in self.whole_uses.values():

@@ -1,33 +1,36 @@
-"""What a folder of torch.distributed.checkpoint holds, of ours or of another program, and the bytes of its files.
+"""What a folder of torch.distributed.checkpoint holds, of ours or of another program, and the bytes of its records.
 
-A chunk is the unit of the folder: one box of one tensor, in a row in one file, with a checksum for each block of it.
-Nothing in a folder is executed. Must not know: ranks, and where the bytes of tensors go.
+A record is one box of one tensor, in a row in one file, with a checksum. Nothing in a folder is executed. Must not
+know: ranks, and where the bytes of tensors go.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import logging
 import os
 import struct
 import zipfile
-from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from checkpoint_file import archive
-from checkpoint_file.archive import Place, crc32
+from checkpoint_file.archive import Place, crc32, crc32_combine
 from checkpoint_file.boxes import Box, memory_order, row_major_stride, stride_in_order
 from checkpoint_file.dcp_metadata import METADATA, FolderContents, StoredChunk, StoredTensor, parse_metadata
 from checkpoint_file.errors import CheckpointDamagedError, CheckpointError, NotACheckpointError, cannot_read
+from checkpoint_file.folder_files import Files, Part, damaged
 from checkpoint_file.folder_writing import FOLDER_VERSION, OWN_RECORD
-from checkpoint_file.nests import is_dense, leaves, map_leaves
-from checkpoint_file.reading import open_local_checkpoint
+from checkpoint_file.nests import is_dense, map_leaves
+from checkpoint_file.reading import CheckpointReader
 from checkpoint_file.skeleton import TensorRef, parse_skeleton
-from checkpoint_file.verifying import verify_file
+from checkpoint_file.sources import FileSource, RecordSource
+from checkpoint_file.verifying import record_problems, verify_file
 
 logger = logging.getLogger(__name__)
 
@@ -35,54 +38,82 @@ logger = logging.getLogger(__name__)
 # ---- what is in a folder
 
 
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """The elements of one box of a tensor, in the order of memory of `stride`: `nbytes` bytes of `file` from `begin` on.
+@dataclass
+class Records:
+    """The records that were found so far. files: the name of the file that each lies in."""
 
-    checksums: CRC-32 of each `block_bytes` of them.
-    """
+    path: str
+    places: dict[str, Place] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
-    dtype: torch.dtype
-    box: Box
-    stride: tuple[int, ...]
-    file: str
-    begin: int
-    block_bytes: int
-    checksums: tuple[int, ...]
+    def add(
+        self, tensor: str, dtype: torch.dtype, box: Box, stride: tuple, file: str, begin: int, crc: int
+    ) -> TensorRef:
+        """The elements of one box of `tensor`, in the order of memory of `stride`, from byte `begin` of `file` on."""
+        name = f"{tensor} (byte {begin:,} of {file})"
+        ref = TensorRef(dtype, box.sizes, name, 0, stride)
+        self.places[name], self.files[name] = Place(name, begin, ref.nbytes, crc), file
+        return ref
 
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+    def tensor(self, stored: StoredTensor, stride: tuple, chunks: list[TensorRef]) -> TensorRef:
+        """The whole of the boxes of a tensor."""
+        if not chunks:
+            self.places[""], self.files[""] = Place("", 0, 0, 0), ""
+            return TensorRef(stored.dtype, stored.shape, "", 0, stride)
+        if len(chunks) == 1:
+            return TensorRef(stored.dtype, stored.shape, chunks[0]._record, 0, stride)
+        offsets = [part.box.offsets for part in stored.chunks]
+        return TensorRef(stored.dtype, stored.shape, f"{chunks[0]._record} …", 0, stride, tuple(zip(offsets, chunks)))
 
-    def fields(self) -> tuple:
-        return self.dtype, tuple(self.box), self.stride, self.file, self.begin, self.block_bytes
-
-
-class ChunkedRef(TensorRef):
-    """A tensor of the folder, by its description: `dtype`, `shape`, `nbytes`. The rest is opaque."""
-
-    __slots__ = ("_chunks",)
-
-    def __init__(self, dtype: torch.dtype, shape: tuple, stride: tuple, name: str, chunks: list[Chunk]) -> None:
-        # Tensors of the same bytes were the same memory when they were saved.
-        record = f"{chunks[0].file}:{chunks[0].begin}" if chunks else name
-        super().__init__(dtype, shape, record, 0, stride)
-        self._chunks = chunks
+    def in_order(self) -> dict[str, Place]:
+        """The places, file by file, as the records lie there."""
+        return dict(sorted(self.places.items(), key=lambda item: (self.files[item[0]], item[1].offset)))
 
 
 @dataclass
 class Folder:
     skeleton: Any
+    records: Records
     signature: tuple
 
 
+class FolderSource(RecordSource):
+    """The bytes of a folder: what FileSource is for a file."""
+
+    def __init__(self, path: str, read_method: str = "auto") -> None:
+        super().__init__(read_method)
+        self.path = path
+        folder = read_folder(path)
+        self._skeleton, self._signature = folder.skeleton, folder.signature
+        self.places, self._file_of = folder.records.in_order(), folder.records.files
+        self._files = Files(path)
+
+    def opened(self, name: str) -> contextlib.AbstractContextManager[int]:
+        return self._files.opened(self._file_of[name])
+
+    def mapped(self, name: str) -> Tensor:
+        return self._files.mapped(self._file_of[name])
+
+    def skeleton(self) -> Any:
+        return self._skeleton
+
+    def signature(self) -> tuple:
+        return self._signature
+
+    def close(self) -> None:
+        super().close()
+        self._files.close()
+
+
 def read_folder(path: str) -> Folder:
-    """What the folder holds, with a ChunkedRef for each tensor. Reads no bytes of tensors."""
+    """What the folder holds, with a TensorRef for each tensor. Reads no bytes of tensors. Raises: CheckpointError."""
     # Tens of thousands of small objects come to stay: searching all of torch for garbage meanwhile took 10 x as long.
     collects = gc.isenabled()
     gc.disable()
     try:
         return read_contents(path)
+    except OSError as error:
+        raise error if isinstance(error, CheckpointError) else cannot_read(path, error)
     finally:
         if collects:
             gc.enable()
@@ -91,21 +122,13 @@ def read_folder(path: str) -> Folder:
 def read_contents(path: str) -> Folder:
     data = read_whole(path, METADATA)
     contents = parse_metadata(data, path)
+    records = Records(path)
     if not os.path.exists(os.path.join(path, OWN_RECORD)):
-        return Folder(foreign_skeleton(path, contents), (len(data), crc32(data)))
+        return Folder(foreign_skeleton(records, contents), records, (len(data), crc32(data)))
     record = read_own_record(path)
     check_files(path, record, data)
-    chunks = own_chunks(path, record)
-    refs = []
-    for name, stride in record["tensors"]:
-        stored = contents.tensors.get(name)
-        if stored is None or len(stride) != len(stored.shape):
-            raise CheckpointDamagedError(path, f"{METADATA} and {OWN_RECORD} differ in {name}", METADATA)
-        order = memory_order(stride)
-        made = [chunks(stored.dtype, part, stride_in_order(part.box.sizes, order)) for part in stored.chunks]
-        refs.append(ChunkedRef(stored.dtype, stored.shape, tuple(stride), name, made))
-    skeleton = map_leaves(record["state"], (Tensor,), lambda number: refs[int(number)])
-    return Folder(skeleton, (len(data), crc32(data), repr(record["files"]), record["chunks"].shape[0]))
+    skeleton = own_skeleton(records, contents, record)
+    return Folder(skeleton, records, (len(data), crc32(data), repr(record["files"]), record["chunks"].shape[0]))
 
 
 def read_whole(path: str, name: str) -> bytes:
@@ -126,7 +149,8 @@ def read_whole(path: str, name: str) -> bytes:
 
 def read_own_record(path: str) -> dict[str, Any]:
     try:
-        with open_local_checkpoint(os.path.join(path, OWN_RECORD), own_format=False) as reader:
+        source = FileSource(os.path.join(path, OWN_RECORD))
+        with CheckpointReader(source.path, source.skeleton(), source, source.places) as reader:
             record = reader.materialize(reader.skeleton)
     except CheckpointError as error:
         raise type(error)(path, f"{OWN_RECORD}: {error.problem}", OWN_RECORD) from error
@@ -152,47 +176,66 @@ def check_files(path: str, record: dict[str, Any], metadata: bytes) -> None:
             raise CheckpointDamagedError(path, f"its part {name} has {found:,} bytes instead of {nbytes:,}", name)
 
 
-def own_chunks(path: str, record: dict[str, Any]) -> Callable[[torch.dtype, StoredChunk, tuple[int, ...]], Chunk]:
-    """A function that gives the Chunk for what `.metadata` says of it."""
+def own_skeleton(records: Records, contents: FolderContents, record: dict[str, Any]) -> Any:
+    """The nest of `fairtrain.pt` with a ref for each number in it."""
+    path, refs = records.path, []
     files = [name for name, *_ in record["files"]]
     block_bytes, checksums = record["block_bytes"], record["checksums"].tolist()
     places = {(files[file], offset): place for file, offset, *place in record["chunks"].tolist()}
+    known: dict[tuple[str, int], TensorRef] = {}  # tensors of the same bytes were the same memory
 
-    def chunk(dtype: torch.dtype, stored: StoredChunk, stride: tuple[int, ...]) -> Chunk:
-        length, begin, first = places.get((stored.file, stored.offset), (None, 0, 0))
-        count = -(-stored.box.numel * dtype.itemsize // block_bytes)
-        if length != stored.length or first + count > len(checksums):
-            raise CheckpointDamagedError(path, f"{METADATA} and {OWN_RECORD} differ in {stored.file}", METADATA)
-        crcs = tuple(checksums[first : first + count])
-        return Chunk(dtype, stored.box, stride, stored.file, begin, block_bytes, crcs)
+    def chunk(name: str, dtype: torch.dtype, part: StoredChunk, order: list[int]) -> TensorRef:
+        length, begin, first = places.get((part.file, part.offset), (None, 0, 0))
+        nbytes = part.box.numel * dtype.itemsize
+        crcs = checksums[first : first + -(-nbytes // block_bytes)]
+        if length != part.length or len(crcs) * block_bytes < nbytes:
+            raise CheckpointDamagedError(path, f"{METADATA} and {OWN_RECORD} differ in {part.file}", METADATA)
+        stride = stride_in_order(part.box.sizes, order)
+        return records.add(name, dtype, part.box, stride, part.file, begin, combined(crcs, block_bytes, nbytes))
 
-    return chunk
+    for name, stride in record["tensors"]:
+        stored = contents.tensors.get(name)
+        if stored is None or len(stride) != len(stored.shape):
+            raise CheckpointDamagedError(path, f"{METADATA} and {OWN_RECORD} differ in {name}", METADATA)
+        key = (stored.chunks[0].file, stored.chunks[0].offset) if stored.chunks else (name, -1)
+        if key not in known:
+            order = memory_order(stride)
+            chunks = [chunk(name, stored.dtype, part, order) for part in stored.chunks]
+            known[key] = records.tensor(stored, tuple(stride), chunks)
+        refs.append(known[key])
+    return map_leaves(record["state"], (Tensor,), lambda number: refs[int(number)])
+
+
+def combined(checksums: list[int], block_bytes: int, nbytes: int) -> int:
+    """The CRC-32 of `nbytes` of which those of blocks are known."""
+    total = 0
+    for number, checksum in enumerate(checksums):
+        total = crc32_combine(total, checksum, min(block_bytes, nbytes - number * block_bytes))
+    return total
 
 
 # ---- folders of other programs, whose chunks are files of torch.save with the checksums of a zip
 
 
-def foreign_skeleton(path: str, contents: FolderContents) -> Any:
+def foreign_skeleton(records: Records, contents: FolderContents) -> Any:
     """The nest as far as it is tensors and plain values; what is neither is left out, with a warning."""
     found: dict[str, Any] = {}
-    with Files(path) as files:
+    with Files(records.path) as files:
         for name, stored in contents.tensors.items():
-            chunks = [foreign_chunk(files, name, stored, part) for part in stored.chunks]
-            stride = row_major_stride(stored.shape)
-            if len(chunks) == 1:
-                stride = chunks[0].stride
-            found[name] = ChunkedRef(stored.dtype, stored.shape, stride, name, chunks)
+            chunks = [foreign_chunk(records, files, name, stored, part) for part in stored.chunks]
+            stride = chunks[0]._stride if len(chunks) == 1 else row_major_stride(stored.shape)
+            found[name] = records.tensor(stored, stride, chunks)
         for name, stored in contents.values.items():
             try:
-                found[name] = foreign_value(files, stored)
+                found[name] = foreign_value(records, files, name, stored)
             except NotACheckpointError as error:
-                logger.warning("%s: %s is left out: %s", path, name, error.problem)
+                logger.warning("%s: %s is left out: %s", records.path, name, error.problem)
     if contents.paths is None:
         return found
     return nest_of({contents.paths[name]: value for name, value in found.items()})
 
 
-def foreign_chunk(files: Files, name: str, stored: StoredTensor, part: StoredChunk) -> Chunk:
+def foreign_chunk(records: Records, files: Files, name: str, stored: StoredTensor, part: StoredChunk) -> TensorRef:
     ref, places = read_zip(files, part)
     if not isinstance(ref, TensorRef) or (ref.dtype, ref.shape) != (stored.dtype, part.box.sizes):
         raise CheckpointDamagedError(files.path, f"{part.file} holds another tensor than {METADATA} says for {name}")
@@ -201,10 +244,10 @@ def foreign_chunk(files: Files, name: str, stored: StoredTensor, part: StoredChu
         raise NotACheckpointError(
             files.path, f"{part.file} holds a view of a larger tensor for {name}, which is not read"
         )
-    return Chunk(stored.dtype, part.box, ref._stride, part.file, place.offset, max(place.nbytes, 1), (place.crc,))
+    return records.add(name, stored.dtype, part.box, ref._stride, part.file, place.offset, place.crc)
 
 
-def foreign_value(files: Files, part: StoredChunk) -> Any:
+def foreign_value(records: Records, files: Files, name: str, part: StoredChunk) -> Any:
     value, places = read_zip(files, part)
 
     def ref_to(ref: TensorRef) -> TensorRef:
@@ -212,8 +255,7 @@ def foreign_value(files: Files, part: StoredChunk) -> Any:
         if place.nbytes != ref.nbytes or not is_dense(ref.shape, ref._stride):
             raise NotACheckpointError(files.path, "it holds a view of a larger tensor")
         box = Box((0,) * len(ref.shape), tuple(ref.shape))
-        chunk = Chunk(ref.dtype, box, ref._stride, part.file, place.offset, max(place.nbytes, 1), (place.crc,))
-        return ChunkedRef(ref.dtype, ref.shape, ref._stride, "", [chunk] if ref.nbytes else [])
+        return records.add(name, ref.dtype, box, ref._stride, part.file, place.offset, place.crc)
 
     return map_leaves(value, (TensorRef,), ref_to)
 
@@ -225,7 +267,7 @@ def read_zip(files: Files, part: StoredChunk) -> tuple[Any, dict[str, Place]]:
         with zipfile.ZipFile(io.BytesIO() if part.length == 0 else Part(files, part)) as archive_:
             for entry in archive_.infolist():
                 begin = part.offset + entry.header_offset
-                header = files.read(part.file, begin, 30).numpy().tobytes()
+                header = files.read(part.file, begin, 30)
                 name_length, extra_length = struct.unpack("<HH", header[26:30])
                 if header[:4] != b"PK\x03\x04" or entry.compress_type or entry.compress_size != entry.file_size:
                     raise zipfile.BadZipFile(f"{entry.filename} is not where the directory says, or is compressed")
@@ -274,119 +316,6 @@ def as_lists(nest: Any) -> Any:
     return items
 
 
-# ---- the files of a folder
-
-
-class Files:
-    """The files of a folder, one of them open at a time."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self._name, self._fd = path, "", -1
-        self._buffer = bytearray()
-
-    def open(self, name: str) -> int:
-        if name != self._name:
-            self.close()
-            try:
-                self._fd = os.open(os.path.join(self.path, name), os.O_RDONLY)
-            except FileNotFoundError as error:
-                raise CheckpointDamagedError(self.path, f"its part {name} is missing", name) from error
-            self._name = name
-        return self._fd
-
-    def read(self, name: str, offset: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes]. Valid until the next call."""
-        fd = self.open(name)
-        if len(self._buffer) < nbytes:
-            self._buffer = bytearray(nbytes)
-        buffer, filled = memoryview(self._buffer)[:nbytes], 0
-        while filled < nbytes:
-            count = os.preadv(fd, [buffer[filled:]], offset + filled)
-            if count == 0:
-                raise CheckpointDamagedError(self.path, f"its part {name} ends too early", name)
-            filled += count
-        return (
-            torch.frombuffer(self._buffer, dtype=torch.uint8)[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
-        )
-
-    def checked(self, name: str, place: Place) -> bytes:
-        data = self.read(name, place.offset, place.nbytes).numpy().tobytes()
-        if crc32(data) != place.crc:
-            raise damaged(self.path, name)
-        return data
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd, self._name = -1, ""
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-
-def damaged(path: str, file: str) -> CheckpointDamagedError:
-    return CheckpointDamagedError(
-        path, f"its part {file} does not have the checksum it was written with: bytes of it have changed", file
-    )
-
-
-class Part(io.RawIOBase):
-    """A part of a file of the folder, for zipfile."""
-
-    def __init__(self, files: Files, part: StoredChunk) -> None:
-        self._files, self._part, self._position = files, part, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._part.length}[whence]
-        if origin + offset < 0:
-            raise ValueError("before the beginning")  # as any file does
-        self._position = origin + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, nbytes: int = -1) -> bytes:
-        left = max(self._part.length - self._position, 0)
-        nbytes = left if nbytes is None or nbytes < 0 else min(nbytes, left)
-        data = self._files.read(self._part.file, self._part.offset + self._position, nbytes).numpy().tobytes()
-        self._position += nbytes
-        return data
-
-
-def pieces_to_read(chunk: Chunk, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The ranges of bytes to read one after another, so that each checksum that covers [begin, end) can be compared."""
-    step = max(archive.CHUNK_BYTES // 16 * 16, 16)
-    for block in range(begin // chunk.block_bytes, -(-end // chunk.block_bytes)):
-        last = min((block + 1) * chunk.block_bytes, chunk.nbytes)
-        for first in range(block * chunk.block_bytes, last, step):
-            yield first, min(first + step, last)
-
-
-class ChunkReading:
-    """Reads pieces of chunks in order and compares checksums where a block ends."""
-
-    def __init__(self, files: Files) -> None:
-        self.files, self._checksum = files, 0
-
-    def read(self, chunk: Chunk, begin: int, end: int) -> Tensor:
-        data = self.files.read(chunk.file, chunk.begin + begin, end - begin)
-        self._checksum = crc32(data.numpy(), self._checksum if begin % chunk.block_bytes else 0)
-        if end == chunk.nbytes or end % chunk.block_bytes == 0:
-            if self._checksum != chunk.checksums[begin // chunk.block_bytes]:
-                raise damaged(self.files.path, chunk.file)
-        return data
-
-
 # ---- verifying
 
 
@@ -394,18 +323,17 @@ def verify_folder(path: str | os.PathLike) -> list[str]:
     """Read every byte of the folder and return what is wrong with it, a sentence each ([]: nothing)."""
     path = os.fspath(path)
     try:
-        folder = read_folder(path)
-        if os.path.exists(os.path.join(path, OWN_RECORD)):
-            record = read_own_record(path)
-            problems = verify_file(os.path.join(path, OWN_RECORD))
-            return problems + [problem for file in record["files"] for problem in file_problems(path, *file)]
+        source = FolderSource(path, read_method="pread")
+        own = read_own_record(path)["files"] if os.path.exists(os.path.join(path, OWN_RECORD)) else None
     except CheckpointError as error:
         return [str(error)]
-    problems = []
-    for ref in leaves(folder.skeleton, (TensorRef,)):
-        for chunk in ref._chunks:
-            problems += chunk_problems(path, chunk)
-    return problems
+    try:
+        if own is None:
+            return [problem for place in source.places.values() for problem in record_problems(source, place)]
+    finally:
+        source.close()
+    problems = verify_file(os.path.join(path, OWN_RECORD))
+    return problems + [problem for file in own for problem in file_problems(path, *file)]
 
 
 def file_problems(path: str, name: str, nbytes: int, crc: int) -> list[str]:
@@ -413,23 +341,9 @@ def file_problems(path: str, name: str, nbytes: int, crc: int) -> list[str]:
     try:
         with Files(path) as files:
             for begin in range(0, nbytes, archive.CHUNK_BYTES):
-                data = files.read(name, begin, min(archive.CHUNK_BYTES, nbytes - begin))
-                checksum = crc32(data.numpy(), checksum)
+                checksum = crc32(files.read(name, begin, min(archive.CHUNK_BYTES, nbytes - begin)), checksum)
     except CheckpointError as error:
         return [str(error)]
     except OSError as error:
         return [str(cannot_read(path, error))]
     return [] if checksum == crc else [str(damaged(path, name))]
-
-
-def chunk_problems(path: str, chunk: Chunk) -> list[str]:
-    try:
-        with Files(path) as files:
-            reading = ChunkReading(files)
-            for begin, end in pieces_to_read(chunk, 0, chunk.nbytes):
-                reading.read(chunk, begin, end)
-    except CheckpointError as error:
-        return [str(error)]
-    except OSError as error:
-        return [str(cannot_read(path, error))]
-    return []

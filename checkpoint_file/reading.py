@@ -4,8 +4,6 @@ bounded pieces, each checked on its way. Every rank reads, or rank 0 reads and s
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,13 +17,20 @@ from checkpoint_file import archive
 from checkpoint_file.archive import NO_CHECKSUM, Place
 from checkpoint_file.checksums import Checksums, checked_parts, share_out
 from checkpoint_file.errors import CheckpointError, agree_on_error, cannot_read
-from checkpoint_file.filling import Interval, Plan, Use, cut, memory_for, memory_order, merged, own_pieces
+from checkpoint_file.filling import (
+    Interval,
+    Plan,
+    Use,
+    cut,
+    memory_for,
+    memory_order,
+    merged,
+    own_pieces,
+    stored_pairs,
+)
 from checkpoint_file.nests import ShardedTensor, empty_storage, flat_pieces, leaves, map_leaves, tensor_in
 from checkpoint_file.sending import Message, Stream
-from checkpoint_file.skeleton import TensorRef, require_own_format
-from checkpoint_file.sources import open_source
-
-logger = logging.getLogger(__name__)
+from checkpoint_file.skeleton import TensorRef
 
 THREAD_BYTES = 256 << 10  # less is read sooner than it is handed to a thread
 
@@ -58,6 +63,7 @@ class CheckpointReader:
         Raises: CheckpointDamagedError, on all ranks; some tensors are overwritten by then.
         """
         with torch.no_grad():
+            pairs = list(stored_pairs(pairs))
             told = self._gathered(lambda: own_pieces(pairs).tobytes())
             pieces = [np.frombuffer(one, dtype=np.int64).reshape(-1, 3) for one in told]
             rank = 0 if self._alone else distributed_utils.get_rank(self._group)
@@ -67,12 +73,15 @@ class CheckpointReader:
 
     def materialize(self, nest: Any) -> Any:
         """The nest with CPU tensors in the place of its TensorRefs; what shares memory in the file shares it here."""
-        refs = leaves(nest, (TensorRef,))
-        storages = {ref._record: empty_storage(self._places[ref._record].nbytes) for ref in refs}
+        storages: dict[str, torch.UntypedStorage] = {}
         pairs = []
-        for name, storage in storages.items():
-            ref = TensorRef(torch.uint8, (storage.nbytes(),), name, 0, (1,))
-            pairs.append((ref, torch.empty(0, dtype=torch.uint8).set_(storage)))
+        for ref in leaves(nest, (TensorRef,)):
+            if ref._record in storages:
+                continue
+            nbytes = ref.nbytes if ref._chunks else self._places[ref._record].nbytes
+            whole = ref if ref._chunks else TensorRef(torch.uint8, (nbytes,), ref._record, 0, (1,))
+            storages[ref._record] = storage = empty_storage(nbytes)
+            pairs.append((whole, tensor_in(storage, whole.dtype, 0, whole.shape, whole._stride)))
         self.copy(pairs)
 
         def build(ref: TensorRef) -> Tensor:
@@ -228,89 +237,3 @@ class CheckpointReader:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def open_local_checkpoint(
-    path: str | os.PathLike, own_format: bool = True, read_method: str = "auto"
-) -> CheckpointReader:
-    """As `open_checkpoint`, for this process alone: nothing in it is collective."""
-    path = os.fspath(path)
-    source = open_source(path, read_method)
-    try:
-        skeleton = source.skeleton()
-        if own_format:
-            require_own_format(skeleton, path)
-    except BaseException:
-        source.close()
-        raise
-    return CheckpointReader(path, skeleton, source, source.places)
-
-
-def open_checkpoint(
-    path: str | os.PathLike,
-    group: Any = None,
-    on_all_ranks: bool = True,
-    own_format: bool = True,
-    read_method: str = "auto",
-) -> CheckpointReader:
-    """Open a checkpoint together. Collective, and so is everything that is done with the reader.
-
-    Args:    on_all_ranks: every rank opens and reads the file; otherwise rank 0 of the group reads, the others receive.
-             Where the backend cannot broadcast, every rank reads in any case, and the log says so.
-             own_format: refuse, saying what was found, whatever fairtrain has not written.
-             read_method: pread, mmap, or auto (see sources.FileSource).
-    Raises:  on all ranks what was found on one: CheckpointNotFoundError, NotACheckpointError, CheckpointDamagedError
-             (as far as structure and names go; the bytes of tensors are checked as they are read), CheckpointError.
-    """
-    path = os.fspath(path)
-    if distributed_utils.get_world_size(group) == 1:
-        return open_local_checkpoint(path, own_format, read_method)
-    is_root = distributed_utils.get_rank(group) == 0
-    reader, error = None, None
-    try:
-        if on_all_ranks or is_root:
-            reader = open_local_checkpoint(path, own_format, read_method)
-    except Exception as problem:  # agreed by all ranks below
-        error = problem
-    try:
-        if on_all_ranks:
-            told = distributed_utils.all_gather_list(reader and reader._source.signature(), group)
-            if None in told:
-                agree_on_error(error, group)
-            for rank, signature in enumerate(told):
-                if signature != told[0]:
-                    raise CheckpointError(path, "this rank sees another file under this path than rank 0", None, rank)
-        else:
-            root = distributed_utils.get_global_rank(group, 0)
-            described = distributed_utils.broadcast_object(reader and describe_reader(reader), root, group)
-            if described is None:
-                agree_on_error(error, group)
-            elif reader is None:
-                reader = described_reader(path, *described)
-    except distributed_utils.CannotBroadcastError as problem:  # found before anything was sent, by all ranks alike
-        if reader is not None:
-            reader.close()
-        logger.warning("%s: every rank reads it, since %s", path, problem)
-        return open_checkpoint(path, group, True, own_format, read_method)
-    except BaseException:
-        if reader is not None:
-            reader.close()
-        raise
-    return reader.join(group, rank_0_reads=not on_all_ranks)
-
-
-def describe_reader(reader: CheckpointReader) -> tuple[Any, list[tuple], list[tuple]]:
-    """What another rank needs to follow this reader, in plain values: in the skeleton a torch.Size numbers a ref."""
-    refs: list[tuple] = []
-
-    def number(ref: TensorRef) -> torch.Size:
-        refs.append(ref.__reduce__()[1])
-        return torch.Size((len(refs) - 1,))
-
-    plain = map_leaves(reader.skeleton, (TensorRef,), number)
-    return plain, refs, [(place.name, place.offset, place.nbytes, place.crc) for place in reader._places.values()]
-
-
-def described_reader(path: str, plain: Any, refs: list[tuple], places: list[tuple]) -> CheckpointReader:
-    skeleton = map_leaves(plain, (torch.Size,), lambda number: TensorRef(*refs[number[0]]))
-    return CheckpointReader(path, skeleton, None, {place[0]: Place(*place) for place in places})

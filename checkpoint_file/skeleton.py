@@ -18,17 +18,23 @@ FORMAT_VERSION = 1
 
 
 class TensorRef:
-    """A tensor of the file, by its description: `dtype`, `shape`, `nbytes` (of the full tensor). The rest is opaque."""
+    """A tensor of the file, by its description: `dtype`, `shape`, `nbytes` (of the full tensor). The rest is opaque.
 
-    __slots__ = ("dtype", "shape", "nbytes", "_record", "_offset", "_stride")
+    A tensor lies in one record, or box by box in several: `_chunks` are then (offsets, ref of the box), and `_record`
+    is no record but a name, equal for tensors of the same bytes.
+    """
 
-    def __init__(self, dtype: torch.dtype, shape: tuple, record: str, offset: int, stride: tuple) -> None:
+    __slots__ = ("dtype", "shape", "nbytes", "_record", "_offset", "_stride", "_chunks")
+
+    def __init__(
+        self, dtype: torch.dtype, shape: tuple, record: str, offset: int, stride: tuple, chunks: tuple = ()
+    ) -> None:
         self.dtype, self.shape = dtype, torch.Size(shape)
         self.nbytes = self.shape.numel() * dtype.itemsize
-        self._record, self._offset, self._stride = record, offset, tuple(stride)
+        self._record, self._offset, self._stride, self._chunks = record, offset, tuple(stride), tuple(chunks)
 
     def __reduce__(self):
-        return TensorRef, (self.dtype, tuple(self.shape), self._record, self._offset, self._stride)
+        return TensorRef, (self.dtype, tuple(self.shape), self._record, self._offset, self._stride, self._chunks)
 
     def __repr__(self) -> str:
         return f"TensorRef({self.dtype}, {tuple(self.shape)}, {self._record})"

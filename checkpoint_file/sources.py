@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -19,32 +20,98 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 
 
-class FileSource:
-    """The bytes of a zip checkpoint.
+class RecordSource:
+    """Records that lie as they are in files. `places` says where, in the order in which they are best read.
 
     read_method: pread reads by offset straight into its destination, which was measured to be faster than copying from
-    a map, and never ends in SIGBUS; mmap maps the file and copies; auto is pread, and maps a file that is not on a
+    a map, and never ends in SIGBUS; mmap maps a file and copies; auto is pread, and maps a file that is not on a
     network file system (where mapping has been seen to hang) for tensors whose elements are taken one by one.
+    Several threads may call `read_into`.
     """
 
-    def __init__(self, path: str, read_method: str = "auto") -> None:
+    path: str
+    places: dict[str, Place]
+
+    def __init__(self, read_method: str = "auto") -> None:
         assert read_method in READ_METHODS, read_method
-        self.path = path
         self._method = read_method
-        self._map: Tensor | None = None
         self._buffer = bytearray()
         self._stored: tuple[TensorRef, Tensor] | None = None
+
+    def opened(self, name: str) -> contextlib.AbstractContextManager[int]:
+        """The descriptor of the file that holds the record."""
+        raise NotImplementedError
+
+    def mapped(self, name: str) -> Tensor:
+        """uint8, all of the file that holds the record."""
+        raise NotImplementedError
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        """uint8 [end - begin]: bytes of a record. Valid until the next call."""
+        if self._method == "mmap":
+            offset = self.places[name].offset
+            return self.mapped(name)[offset + begin : offset + end]
+        if len(self._buffer) < end - begin:
+            self._buffer = bytearray(end - begin)
+        self.read_into(name, begin, memoryview(self._buffer)[: end - begin])
+        return torch.frombuffer(self._buffer, dtype=torch.uint8)[: end - begin]
+
+    def read_into(self, name: str, begin: int, memory: memoryview) -> None:
+        """Fill `memory` with the record's bytes from `begin` on."""
+        offset = self.places[name].offset + begin
+        if self._method == "mmap":
+            torch.frombuffer(memory, dtype=torch.uint8).copy_(self.mapped(name)[offset : offset + len(memory)])
+            return
+        with self.opened(name) as fd:
+            while len(memory):
+                count = os.preadv(fd, [memory], offset)
+                if count == 0:
+                    raise CheckpointDamagedError(self.path, f"ends in the middle of record {name}", name)
+                memory, offset = memory[count:], offset + count
+
+    def stored(self, ref: TensorRef) -> Tensor:
+        """The tensor as it lies in the file: a view of the mapped file, or a copy of its own where none is mapped."""
+        if self._stored is None or self._stored[0] is not ref:
+            begin, end = ref.span()
+            offset = self.places[ref._record].offset + begin
+            self._stored = None  # at most one copy at a time
+            maps = self._method == "mmap" or (self._method == "auto" and not is_on_network(self.path))
+            if maps and offset % ref.dtype.itemsize == 0:
+                data = self.mapped(ref._record)[offset : offset + end - begin]
+            else:
+                data = torch.empty(end - begin, dtype=torch.uint8)
+                self.read_into(ref._record, begin, memoryview(data.numpy()))
+            self._stored = ref, data.view(ref.dtype).as_strided(ref.shape, ref._stride)
+        return self._stored[1]
+
+    def close(self) -> None:
+        self._stored = None
+
+
+class FileSource(RecordSource):
+    """The bytes of a zip checkpoint."""
+
+    def __init__(self, path: str, read_method: str = "auto") -> None:
+        super().__init__(read_method)
+        self.path = path
+        self._map: Tensor | None = None
         self._fd: int | None = open_file(path)
         try:
             self.places, _ = read_directory(self._fd, path)
             self.pickle = self.read_checked("data.pkl")
             if "byteorder" in self.places and self.read_checked("byteorder") != b"little":
                 raise NotACheckpointError(path, "is of a big-endian machine, whose byte order is not read here")
-            if read_method == "mmap":
-                self._map = map_file(self._fd)
         except BaseException:
             self.close()
             raise
+
+    def opened(self, name: str) -> contextlib.AbstractContextManager[int]:
+        return contextlib.nullcontext(self._fd)
+
+    def mapped(self, name: str) -> Tensor:
+        if self._map is None:
+            self._map = map_file(self._fd)
+        return self._map
 
     def read_checked(self, name: str) -> bytes:
         place = self.places[name]
@@ -60,46 +127,9 @@ class FileSource:
     def signature(self) -> tuple:
         return len(self.pickle), crc32(self.pickle), crc32(repr(sorted(map(str, self.places.values()))).encode())
 
-    def read(self, name: str, begin: int, end: int) -> Tensor:
-        """uint8 [end - begin]: bytes of a record. Valid until the next call."""
-        if self._method == "mmap":
-            offset = self.places[name].offset
-            return self._map[offset + begin : offset + end]
-        if len(self._buffer) < end - begin:
-            self._buffer = bytearray(end - begin)
-        self.read_into(name, begin, memoryview(self._buffer)[: end - begin])
-        return torch.frombuffer(self._buffer, dtype=torch.uint8)[: end - begin]
-
-    def read_into(self, name: str, begin: int, memory: memoryview) -> None:
-        """Fill `memory` with the record's bytes from `begin` on."""
-        offset = self.places[name].offset + begin
-        if self._method == "mmap":
-            torch.frombuffer(memory, dtype=torch.uint8).copy_(self._map[offset : offset + len(memory)])
-            return
-        while len(memory):
-            count = os.preadv(self._fd, [memory], offset)
-            if count == 0:
-                raise CheckpointDamagedError(self.path, f"ends in the middle of record {name}", name)
-            memory, offset = memory[count:], offset + count
-
-    def stored(self, ref: TensorRef) -> Tensor:
-        """The tensor as it lies in the file: a view of the mapped file, or a copy of its own where none is mapped."""
-        if self._stored is None or self._stored[0] is not ref:
-            if self._map is None and self._method == "auto" and not is_on_network(self.path):
-                self._map = map_file(self._fd)
-            begin, end = ref.span()
-            offset = self.places[ref._record].offset + begin
-            self._stored = None  # at most one copy at a time
-            if self._map is not None and offset % ref.dtype.itemsize == 0:
-                data = self._map[offset : offset + end - begin]
-            else:
-                data = torch.empty(end - begin, dtype=torch.uint8)
-                self.read_into(ref._record, begin, memoryview(data.numpy()))
-            self._stored = ref, data.view(ref.dtype).as_strided(ref.shape, ref._stride)
-        return self._stored[1]
-
     def close(self) -> None:
-        self._map = self._stored = None
+        super().close()
+        self._map = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -21,8 +21,8 @@ from checkpoint_file import (
     NotACheckpointError,
     UnsavableValueError,
     dcp_metadata,
-    folder_contents,
     folder_writing,
+    sources,
 )
 from tests.test_checkpoint_file import ODD, assert_same, make_state, rss_anon
 
@@ -84,7 +84,7 @@ def test_memory_is_bounded_whatever_the_size(folder, monkeypatch):  # [F6]
         return call
 
     monkeypatch.setattr(folder_writing, "write_all", watched(folder_writing.write_all))
-    monkeypatch.setattr(folder_contents.Files, "read", watched(folder_contents.Files.read))
+    monkeypatch.setattr(sources.RecordSource, "read_into", watched(sources.RecordSource.read_into))
     before = rss_anon()
     checkpoint_file.write_checkpoint_folder(state, folder)
     assert max(peak) - before < 32 << 20

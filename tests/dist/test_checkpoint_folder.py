@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import checkpoint_file
-from checkpoint_file import ShardedTensor, archive, folder_contents, folder_reading, folder_writing, open_checkpoint
+from checkpoint_file import ShardedTensor, archive, filling, folder_writing, open_checkpoint, sending, sources
 from checkpoint_file.boxes import stride_in_order
 from tests.dist.harness import run_ranks
 from tests.test_checkpoint_file import as_bytes, assert_same, make_state, rss_anon
@@ -26,7 +26,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, t
 
 
 def shrink_buffers(block: int = 64, chunk: int = 256, bucket: int = 1024) -> None:
-    folder_writing.BLOCK_BYTES, archive.CHUNK_BYTES, folder_reading.BUCKET_BYTES = block, chunk, bucket
+    folder_writing.BLOCK_BYTES, archive.CHUNK_BYTES = block, chunk
+    sending.BUCKET_BYTES, sending.STRAIGHT_BYTES = bucket, bucket // 2
 
 
 # ---- any state, any number of ranks before and after
@@ -140,7 +141,7 @@ def many_examples(tmp_path, count) -> int:
         st.integers(1, 4),
         st.integers(1, 4),
         st.booleans(),
-        st.sampled_from([(64, 256, 1024), (16, 16, 64), (1 << 20, 4 << 20, 1 << 20)]),
+        st.sampled_from([(64, 256, 1024), (16, 16, 256), (1 << 20, 4 << 20, 1 << 20)]),
     )
     def examples(plans, written_by, read_by, on_all_ranks, buffers):
         shrink_buffers(*buffers)
@@ -264,12 +265,12 @@ def failures_of_one_rank(folder: str) -> dict[str, str]:
 
         found[f"{name} {on_all_ranks}"] = caught(copy)
 
-    fill = folder_reading.Need.fill
+    finish = filling.Plan.finish
     for on_all_ranks in (True, False):
         load("sound", on_all_ranks)
-        folder_reading.Need.fill = fail if rank == 1 else fill
+        filling.Plan.finish = fail if rank == 1 else finish
         load("fill", on_all_ranks)
-        folder_reading.Need.fill = fill
+        filling.Plan.finish = finish
     dist.barrier()
     if rank == 1:  # in the part that rank 1 alone needs
         part = Path(folder, "good", "__1_0.distcp")
@@ -314,15 +315,15 @@ def bytes_that_reach(folder: str) -> dict[str, int]:
 
         return call
 
-    read = folder_contents.Files.read
+    read_into = sources.RecordSource.read_into
 
-    def counted_read(self, name, offset, nbytes):
-        counts["read"] += nbytes
+    def counted_read(self, name, begin, memory):
+        counts["read"] += len(memory) if self.path == folder else 0
         counts["peak"] = max(counts["peak"], rss_anon())
-        return read(self, name, offset, nbytes)
+        return read_into(self, name, begin, memory)
 
-    folder_contents.Files.read = counted_read
-    dist.recv, dist.broadcast = counting(dist.recv, "received"), counting(dist.broadcast, "received")
+    sources.RecordSource.read_into = counted_read
+    dist.irecv, dist.broadcast = counting(dist.irecv, "received"), counting(dist.broadcast, "received")
     target = torch.zeros(share)
     for key, on_all_ranks in (("alone", True), ("from rank 0", False)):
         counts.update(read=0, received=0, peak=0)
