@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoint_file import archive
 from checkpoint_file.archive import NO_CHECKSUM, crc32
-from checkpoint_file.boxes import row_major_stride
+from checkpoint_file.boxes import Box, range_of_box, row_major_stride
 from checkpoint_file.errors import CheckpointDamagedError
 from checkpoint_file.nests import ShardedTensor, flat_pieces
 from checkpoint_file.skeleton import TensorRef
@@ -39,6 +39,8 @@ class ElementReader:
         source = getattr(self._reader, "_source", None)
         if not hasattr(source, "places"):
             yield from self._copied(ref, begin, end)
+        elif ref._chunks:
+            yield from self._boxes(ref, begin, end)
         elif _lies_in_a_row(ref):
             yield from self._in_a_row(source, ref, begin, end)
         else:
@@ -59,6 +61,19 @@ class ElementReader:
         if whole and place.crc not in (NO_CHECKSUM, checksum):
             raise _damaged(self._reader.path, ref._record)
         self._checked.add(ref._record)
+
+    def _boxes(self, ref: TensorRef, begin: int, end: int) -> Iterator[Tensor]:
+        """Of a tensor that lies in several records: one after the other where each holds a range of the whole."""
+        ranges = []
+        for offsets, chunk in ref._chunks:
+            box = Box(offsets, tuple(chunk.shape))
+            first, last = range_of_box(box, row_major_stride(ref.shape))
+            if last - first != box.numel:
+                yield from self._copied(ref, begin, end)
+                return
+            ranges.append((first, last, chunk))
+        for first, last, chunk in sorted(ranges, key=lambda one: one[0]):
+            yield from self.pieces(chunk, max(begin - first, 0), min(end, last) - first)
 
     def _strided(self, source: Any, ref: TensorRef, begin: int, end: int) -> Iterator[Tensor]:
         self._check_record(source, ref)

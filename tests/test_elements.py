@@ -8,6 +8,7 @@ import torch
 from checkpoint_file import (
     CheckpointDamagedError,
     ElementReader,
+    ShardedTensor,
     TensorRef,
     archive,
     open_local_checkpoint,
@@ -93,3 +94,21 @@ def test_a_file_is_written_from_values_that_are_nowhere_in_memory(tmp_path):
         writer.write(supply)
         writer.finish()
     assert (tmp_path / "supplied.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
+
+
+def test_pieces_of_a_tensor_that_a_folder_holds_in_several_boxes(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "CHUNK_BYTES", 64)
+    wholes = {"rows": torch.arange(70.0).view(7, 10), "transposed": torch.arange(70.0).view(10, 7).t()}
+    flat = {name: whole.as_strided((70,), (1,)) for name, whole in wholes.items()}
+    state = {
+        name: ShardedTensor(whole.dtype, whole.shape, whole.stride(), ((0, flat[name][:33]), (33, flat[name][33:])))
+        for name, whole in wholes.items()
+    }
+    write_checkpoint_folder(state, tmp_path / "folder")
+    with open_local_checkpoint(tmp_path / "folder", own_format=False) as reader:
+        assert all(len(ref._chunks) > 2 for ref in reader.skeleton.values())
+        elements = ElementReader(reader)
+        for name, whole in wholes.items():
+            for begin, end in ((0, None), (3, 66), (40, 41)):
+                read = torch.cat([piece.clone() for piece in elements.pieces(reader.skeleton[name], begin, end)])
+                assert torch.equal(read, whole.reshape(-1)[begin:end])
