@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+from collections.abc import Callable
 from typing import Any
 
 import distributed_utils
@@ -95,16 +96,53 @@ def told_by_rank_0(error: BaseException | None, data: Any, group: Any = None) ->
         if error is not None:
             raise error
         return data
-    failure = None if error is None else dataclasses.astuple(distributed_utils.Failure.of(error))
-    told = (described(error), failure, data if error is None else None)
+    told = (described(error), failure_of(error), data if error is None else None)
     root = distributed_utils.get_global_rank(group, 0)
     fields, failure, data = distributed_utils.broadcast_object(told, root, group)
-    if fields is not None:
-        raise found_by(0, fields) from error
-    if failure is not None:
-        rank, class_name, message, exit_status = failure
-        raise distributed_utils.agreed(error or distributed_utils.PeerError(rank, class_name, message, exit_status))
+    raise_told(0, fields, failure, error)
     return data
+
+
+def decided_by_rank_0(
+    error: BaseException | None, data: Any, decide: Callable[[list[Any]], Any], group: Any = None
+) -> Any:
+    """Collective. What rank 0's `decide` makes of every rank's `data`, plain values, in the order of ranks.
+
+    One gathering and one broadcast. Raises as `agree_on_error` does, also what `decide` raises, which is called only if
+    no rank has an error.
+    """
+    if distributed_utils.get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        return decide([data])
+    raised: list[BaseException | None] = [error]
+
+    def answer(told: list[Any]) -> tuple:
+        failed = [(rank, fields, failure) for rank, (fields, failure, _) in enumerate(told) if failure is not None]
+        if failed:  # of some other kind before those that every rank can raise as they are
+            return (*next((one for one in failed if one[1] is None), failed[0]), None)
+        try:
+            return None, None, None, decide([data for _, _, data in told])
+        except Exception as problem:  # the other ranks wait for the answer
+            raised[0] = problem
+            return None, described(problem), failure_of(problem), None
+
+    own = (described(error), failure_of(error), data if error is None else None)
+    rank, fields, failure, decided = distributed_utils.answer_of_rank_0(own, answer, group)
+    raise_told(rank, fields, failure, raised[0])
+    return decided
+
+
+def raise_told(rank: int | None, fields: tuple | None, failure: tuple | None, error: BaseException | None) -> None:
+    """Raise what the ranks have agreed on, if it is an error: `fields` as `described`, `failure` as `failure_of`."""
+    if fields is not None:
+        raise found_by(rank, fields) from error
+    if failure is not None:
+        raise distributed_utils.agreed(error or distributed_utils.PeerError(*failure))
+
+
+def failure_of(error: BaseException | None) -> tuple | None:
+    return None if error is None else dataclasses.astuple(distributed_utils.Failure.of(error))
 
 
 def described(error: BaseException | None) -> tuple | None:
@@ -114,7 +152,7 @@ def described(error: BaseException | None) -> tuple | None:
     return type(error).__name__, error.path, error.problem, error.record
 
 
-def found_by(rank: int, fields: tuple) -> BaseException:
+def found_by(rank: int | None, fields: tuple) -> BaseException:
     kind, path, problem, record = fields
     return distributed_utils.agreed(error_kinds()[kind](path, problem, record, rank))
 

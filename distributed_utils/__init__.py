@@ -17,12 +17,12 @@ from distributed_utils.errors import (
     StoppedAtStartError,
 )
 from distributed_utils.failures import Failure, agree, agreed, exit_status_of, is_agreed, peer_failure, publish_failure
+from distributed_utils.gathering import all_gather_list, answer_of_rank_0
 from distributed_utils.groups import call_main, gather_ranks, init_process_group
 from distributed_utils.launcher import LaunchFacts, launch_facts, stale_variables
 from distributed_utils.objects import (
     BUCKET_BYTES,
     PACKED_BYTES,
-    all_gather_list,
     all_reduce_dict,
     broadcast_object,
     broadcast_tensors,
@@ -56,6 +56,7 @@ __all__ = [
     "agreed",
     "all_gather_list",
     "all_reduce_dict",
+    "answer_of_rank_0",
     "barrier",
     "broadcast_object",
     "broadcast_tensors",

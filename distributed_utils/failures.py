@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from distributed_utils.errors import PeerError
-from distributed_utils.objects import all_gather_list
+from distributed_utils.gathering import all_gather_list
 from distributed_utils.ranks import get_rank, get_world_size
 
 

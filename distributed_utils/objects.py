@@ -19,18 +19,16 @@ from distributed_utils.plain_values import (
     dereference,
     dump,
     dumps,
-    loads,
     referring,
     refuse,
     refuse_tensor,
 )
-from distributed_utils.ranks import communication_device, get_global_rank, get_rank, get_world_size
+from distributed_utils.ranks import communication_device, get_rank, get_world_size
 
 BUCKET_BYTES = 32 * 2**20  # what a rank holds in flight beside the object itself
 PACKED_BYTES = 2**20  # blocks up to this size share a bucket, larger ones travel straight from and to their memory
 PAYLOAD_BYTES = 4 * 2**20  # of the plain part of an object at a time
 HEADER_BYTES = 4096  # a small object travels in its header
-GATHER_BYTES = 256  # the same for all_gather_list
 
 
 def broadcast_object(
@@ -105,34 +103,6 @@ def broadcast_tensors(tensors: Iterable[Tensor], src_rank: int = 0, group: dist.
     _broadcast_blocks(sizes, makers, src_rank, group, comm, received)
 
 
-def all_gather_list(data: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's `data` (plain values, no tensors), in the order of ranks.
-
-    Raises on all ranks if one rank's value cannot be sent: CannotSendError there, PeerError elsewhere.
-    """
-    if get_world_size(group) == 1:
-        return [data]
-    try:
-        mine, failure = dumps(data, refuse_tensor), None
-    except CannotSendError as error:
-        mine, failure = str(error).encode(), error
-    comm = communication_device(group)
-    sign = -1 if failure else 1
-    header = len(mine).to_bytes(8, "little") + bytes([sign & 0xFF]) + mine[: GATHER_BYTES - 9]
-    headers = _all_gather_bytes(header, GATHER_BYTES, comm, group)
-    sizes = [int.from_bytes(header[:8], "little") for header in headers]
-    if max(sizes) <= GATHER_BYTES - 9:
-        payloads = [header[9 : 9 + size] for header, size in zip(headers, sizes)]
-    else:
-        payloads = [full[:size] for full, size in zip(_all_gather_bytes(mine, max(sizes), comm, group), sizes)]
-    if failure:
-        raise failure
-    for rank, (header, payload) in enumerate(zip(headers, payloads)):
-        if header[8] != 1:
-            raise PeerError(get_global_rank(group, rank), "CannotSendError", payload.decode(errors="replace"))
-    return [loads(payload, refuse) for payload in payloads]
-
-
 def all_reduce_dict(
     data: Mapping[str, Any], device: torch.device | str | None = None, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
@@ -160,13 +130,6 @@ def _like(value: Any, total: Tensor, device: torch.device) -> Any:
         return total.reshape(value.shape).to(device)
     number = total.item()
     return int(number) if isinstance(value, int) else number
-
-
-def _all_gather_bytes(payload: bytes, size: int, comm: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8).to(comm)
-    gathered = [torch.empty_like(mine) for _ in range(get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
-    return [one.cpu().numpy().tobytes() for one in gathered]
 
 
 class _PayloadWriter:

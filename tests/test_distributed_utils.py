@@ -25,8 +25,10 @@ from distributed_utils import (
     agree,
     all_gather_list,
     all_reduce_dict,
+    answer_of_rank_0,
     broadcast_object,
     broadcast_tensors,
+    gathering,
     launch_facts,
     stale_variables,
 )
@@ -147,16 +149,29 @@ tensor_plans = st.tuples(
     st.just("tensor"),
     st.sampled_from(["plain", "transposed", "channels_last", "strided", "expanded", "meta", "shared"]),
     st.sampled_from(
-        ["float32", "bool", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128", "int64", "uint8", "float16"]
+        [
+            "float32",
+            "bool",
+            "bfloat16",
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "complex64",
+            "complex128",
+            "int64",
+            "uint8",
+            "float16",
+        ]
     ),
     st.lists(st.integers(0, 6), max_size=4),
     st.integers(0, 2),
 )
 nest_plans = st.recursive(
     plain_values | tensor_plans | tensor_plans,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=4)
-    | st.tuples(inner, inner),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
     max_leaves=12,
 )
 
@@ -198,7 +213,10 @@ def send_nests(plans):
         assert exact(without_tensors(got)) == exact(without_tensors(expected)), plan
         pairs = list(zip(tensors_of(got), tensors_of(expected), strict=True))
         for (path, tensor), (_, wanted) in pairs:
-            assert (tensor.dtype, tensor.shape, tensor.device) == (wanted.dtype, wanted.shape, wanted.device), (plan, path)
+            assert (tensor.dtype, tensor.shape, tensor.device) == (wanted.dtype, wanted.shape, wanted.device), (
+                plan,
+                path,
+            )
             assert wanted.is_meta or torch.equal(raw(tensor), raw(wanted)), (plan, path)
         if dist.get_rank() != src_rank:  # what shares memory there shares it here
             for base in bases:
@@ -225,7 +243,11 @@ def test_any_nest_arrives_equal_from_any_rank_in_any_group():
 
 def send_much_that_is_plain():
     """The most anonymous memory beside the object itself, on each rank."""
-    value = {"texts": [str(index) * 10 for index in range(200_000)], "raw": bytes(50 << 20)} if dist.get_rank() == 1 else None
+    value = (
+        {"texts": [str(index) * 10 for index in range(200_000)], "raw": bytes(50 << 20)}
+        if dist.get_rank() == 1
+        else None
+    )
     dist.barrier()
     before, seen, done = rss_anon(), [0], threading.Event()
 
@@ -249,7 +271,9 @@ def test_a_large_plain_object_costs_bounded_memory_beside_itself():
 
 def send_over_2_gb():
     size, is_source = 2**31 + 12345, dist.get_rank() == 1
-    got = broadcast_object({"t": torch.arange(size // 4, dtype=torch.int32), "b": bytes(2**31 + 5)} if is_source else 0, 1)
+    got = broadcast_object(
+        {"t": torch.arange(size // 4, dtype=torch.int32), "b": bytes(2**31 + 5)} if is_source else 0, 1
+    )
     return got["t"].numel() == size // 4, got["t"][-1].item() == size // 4 - 1, len(got["b"]) == 2**31 + 5
 
 
@@ -431,6 +455,29 @@ def test_every_rank_gets_all_data_in_order():
         assert objects[2]["pair"] == (2, None)
 
 
+def ask_rank_0(most: int) -> list:
+    """Values around the sizes at which another round is needed, from one rank or from all."""
+    rank, asked = dist.get_rank(), []
+
+    def answer(given: list) -> tuple:
+        asked.append(given)
+        return [len(one) for one in given], b"".join(given)
+
+    answers = []
+    for size in (0, 1, gathering.FRAME_BYTES - 40, gathering.FRAME_BYTES, 3 * gathering.REPLY_BYTES, most):
+        for giver in (None, 2):
+            mine = bytes([rank]) * (size if giver in (None, rank) else 3)
+            answers.append(
+                answer_of_rank_0(mine, answer)
+                == ([len(one) for one in all_gather_list(mine)], b"".join(all_gather_list(mine)))
+            )
+    return [all(answers), len(asked)]
+
+
+def test_rank_0_is_asked_by_all_and_answers_all_whatever_the_sizes():
+    assert run_ranks(ask_rank_0, 3, 2 * gathering.PART_BYTES + 5) == [[True, 12], [True, 0], [True, 0]]
+
+
 def gather_unsendable():
     try:
         all_gather_list([Own()] if dist.get_rank() == 1 else 1)
@@ -438,7 +485,15 @@ def gather_unsendable():
         return type(error).__name__, getattr(error, "rank", None)
 
 
+def ask_rank_0_unsendable():
+    try:
+        answer_of_rank_0([Own()] if dist.get_rank() == 1 else 1, sum)
+    except (CannotSendError, PeerError) as error:
+        return type(error).__name__, getattr(error, "rank", None)
+
+
 def test_data_that_cannot_be_gathered_is_an_error_on_all_ranks():
+    assert run_ranks(ask_rank_0_unsendable, 3) == [("PeerError", 1), ("CannotSendError", None), ("PeerError", 1)]
     assert run_ranks(gather_unsendable, 3) == [("PeerError", 1), ("CannotSendError", None), ("PeerError", 1)]
 
 
