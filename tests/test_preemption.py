@@ -55,6 +55,15 @@ def test_a_request_outlives_the_one_that_noticed_it():
         assert not later.stop_requested
 
 
+def test_nothing_is_left_of_a_closed_one():
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        with StopRequest(), StopRequest():
+            assert threading.active_count() == threads + 1
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 def test_outside_the_main_thread_it_is_only_flags():
     found = []
 
@@ -86,6 +95,11 @@ with StopRequest() as request:
     print("stopping", flush=True)
     if "twice" in sys.argv:
         time.sleep(30)
+    if "in a call" in sys.argv:  # as in a collective: no signal interrupts it, and no handler runs before it returns
+        import ctypes
+        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
 sys.exit(75)
 """
 
@@ -104,8 +118,9 @@ def start(*words):
     return process
 
 
-def test_a_second_interrupt_ends_the_process_at_once_with_status_1():
-    process = start("twice")
+@pytest.mark.parametrize("where", ["twice", "in a call"])
+def test_a_second_interrupt_ends_the_process_at_once_with_status_1(where):
+    process = start(where)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "stopping\n"
