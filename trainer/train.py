@@ -18,6 +18,7 @@ import logging
 import math
 import shlex
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Sequence
@@ -35,6 +36,7 @@ from trainer.errors import ConfigError, NothingSavedError
 from trainer.logs import RunLog, setup_logging
 from trainer.preemption import StopRequest
 from trainer.progress import Progress
+from trainer.time_limit import TimeLimit, seconds_until_the_job_ends
 from trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -116,6 +118,7 @@ class Run:
         self.folder = _together(lambda: run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed))
         _together(self._make_save_dir)
         _together(self._leave_if_told)
+        self.time_limit = self._end_of_job()
         extra_state, self.itr = checkpoint_utils.load_checkpoint(cfg.checkpoint, self.trainer)
         self._check_metric()
         logs.open_file()
@@ -126,6 +129,14 @@ class Run:
         self._report_start(extra_state)
         rank, unit = distributed_utils.get_rank(), self.trainer.sample_unit
         self.progress = Progress(self._total_updates(), cfg.common.log_format, rank, num_updates, unit=unit)
+
+    def _end_of_job(self) -> TimeLimit:
+        """Rank 0 asks, all know whether there is an end. Where nothing can be saved nothing is gained by an early stop."""
+        asked = self.is_master and not self.checkpoint_cfg.no_save
+        limit = TimeLimit(distributed_utils.broadcast_object(seconds_until_the_job_ends() if asked else None))
+        if limit.exists:
+            logger.info("this Slurm job ends in %.0f s: the run stops and saves before that", limit.seconds_left)
+        return limit
 
     def _make_save_dir(self) -> None:
         """Find out now that checkpoints can be written, not at the first save."""
@@ -244,8 +255,11 @@ class Run:
 
     def update(self, samples: list) -> int | None:
         """One update and the work behind it. Returns the exit status where the session ends here, else None."""
+        if self.is_master and not self.time_limit.has_time_for_updates():
+            self.requests.request_stop(because=str(self.time_limit))
         try:
-            stats = self.trainer.train_step(samples)
+            with self.time_limit.measured("update"):
+                stats = self.trainer.train_step(samples)
         except ArithmeticError as error:
             self._add_samples(error)
             raise
@@ -283,7 +297,10 @@ class Run:
         val_loss = None
         if self.subsets and trainer.validated_at != num_updates:
             if validation_due(self.dataset_cfg, epoch, num_updates, end_of_epoch, reason is not None):
-                val_loss = self._validate()
+                if not self._has_time_for_validation():
+                    return self._stop()
+                with self.time_limit.measured("validation"):
+                    val_loss = self._validate()
                 reason = reason or self._patience_reason()
         if end_of_epoch:
             self._end_epoch(epoch, val_loss)
@@ -314,6 +331,14 @@ class Run:
 
     # ---- validate and save ----
 
+    def _has_time_for_validation(self) -> bool:
+        """Whether rank 0 sees time for a validation before the job ends; else the next start makes it."""
+        limit = self.time_limit
+        if not limit.exists or distributed_utils.broadcast_object(limit.has_time_for_validation()):
+            return True
+        self.requests.request_stop(because=f"{limit}, too soon for a validation")
+        return False
+
     def _validate(self) -> float | None:
         """Validate all subsets; the score is the first one's best_checkpoint_metric, None where there is none."""
         trainer, num_updates = self.trainer, self.trainer.get_num_updates()
@@ -342,6 +367,7 @@ class Run:
         """
         self.log.flush()
         self.requests.clear_save()
+        self._save_begun = time.monotonic()
         cfg, trainer, itr = self.cfg.checkpoint, self.trainer, self.itr
         if self.checkpoint_cfg.write_checkpoints_asynchronously and not ending:
             return self.saves.begin(cfg, trainer, itr, val_loss)
@@ -353,6 +379,7 @@ class Run:
         return True
 
     def _log_save(self, saved: checkpoint_utils.SavedCheckpoint) -> None:
+        self.time_limit.took("save", time.monotonic() - self._save_begun)
         self.log.event("checkpoint", path=saved.paths[0], **dataclasses.asdict(saved))
 
     # ---- stop ----
@@ -367,7 +394,9 @@ class Run:
         if not self._save(None, ending=True, stopping=True):
             raise NothingSavedError(num_updates)
         self.progress.close()  # nothing comes behind the last words
-        logger.info("stopped by request at update %d, checkpoint saved: start the same command to go on", num_updates)
+        logger.info(
+            "stopped by %s at update %d, checkpoint saved: start the same command to go on", self.requests.reason, num_updates
+        )
         return START_ME_AGAIN
 
     def _end_reason(self) -> str | None:
