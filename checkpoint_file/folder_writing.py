@@ -9,99 +9,79 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import distributed_utils
 from checkpoint_file.archive import crc32, crc32_combine, write_all
-from checkpoint_file.boxes import (
-    Box,
-    boxes_of_range,
-    memory_order,
-    row_major_stride,
-    stride_in_order,
-)
+from checkpoint_file.boxes import Box, boxes_of_range, memory_order, row_major_stride, stride_in_order
 from checkpoint_file.dcp_metadata import METADATA, StoredChunk, StoredTensor, pack_metadata
-from checkpoint_file.errors import CheckpointWriteError, agree_on_error
-from checkpoint_file.nests import (
-    ShardedTensor,
-    empty_storage,
-    flat_pieces,
-    is_dense,
-    leaves,
-    map_leaves,
-    tensor_in,
-)
-from checkpoint_file.planning import check_values
-from checkpoint_file.writing import row_major_bytes
+from checkpoint_file.errors import CheckpointWriteError, agree_on_error, gather_agreed, told_by_rank_0
+from checkpoint_file.nests import ShardedTensor, empty_storage, is_dense, map_leaves, tensor_in
+from checkpoint_file.planning import FilePlan, PlannedRecord, check_values, described_layout, key_path
+from checkpoint_file.shares import compare_plans, share_out
+from checkpoint_file.writing import ShareWriter, write_error
 
 OWN_RECORD = "fairtrain.pt"
 FOLDER_VERSION = 1
-BLOCK_BYTES = 1 << 20  # under one checksum, so that a rank reads little more than its own part; every dtype divides it
+ONE_BLOCK = 1 << 62  # bytes under one checksum: those of a box
 
 
 # ---- what is written
 
 
 @dataclass
-class PlannedTensor:
-    """One tensor of the state: its names in the folder, its whole, and the parts of it that this rank writes.
+class PlannedTensor(PlannedRecord):
+    """One tensor of the state, which becomes one box or several: its names in the folder, and its whole.
 
-    pieces: (begin, end, source) with the elements [begin, end) of the whole in the order of memory, which are those of
-        `source` from element `begin - source_begin` on, row by row.
+    Its bytes are those of its elements in the order of memory of `stride`.
     """
 
-    names: list[str]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    pieces: list[tuple[int, int, int, Tensor]] = field(default_factory=list)  # begin, end, source_begin, source
+    names: list[str] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
 
 
 @dataclass
-class FolderPlan:
-    """`numbered` is the state with the number of its name, a tensor, for each tensor; paths: the keys to each name."""
+class FolderPlan(FilePlan):
+    """skeleton: the state with the number of its name, a tensor, for each tensor. paths: the keys to each name."""
 
-    numbered: Any
-    paths: dict[str, tuple]
-    tensors: list[PlannedTensor]
+    records: list[PlannedTensor]
+    paths: dict[str, tuple] = field(default_factory=dict)
 
 
-def plan_folder(state: dict[str, Any], path: str, rank: int, world_size: int) -> FolderPlan:
-    """What this rank writes. The same tensor under two names, or the same memory, is written once.
+def plan_folder(state: dict[str, Any], path: str) -> FolderPlan:
+    """What all ranks write. The same tensor under two names, or the same memory, is written once.
 
     Raises: UnsavableValueError.
     """
-    kinds = (ShardedTensor, Tensor)
-    check_values(state, path)
-    paths = name_tensors(state, kinds)
+    found = check_values(state, path)
+    paths = name_tensors(state)
     numbers = iter(torch.arange(len(paths)))
-    numbered = map_leaves(state, kinds, lambda _: next(numbers))
+    numbered = map_leaves(state, (ShardedTensor, Tensor), lambda _: next(numbers))
     planned: dict[Any, PlannedTensor] = {}
-    replicated: list[tuple[PlannedTensor, Tensor]] = []
-    for name, leaf in zip(paths, leaves(state, kinds)):
-        key = identity(leaf)
-        if key in planned:
-            planned[key].names.append(name)
-            continue
-        planned[key] = tensor = describe(name, leaf)
-        if isinstance(leaf, ShardedTensor):
-            tensor.pieces = [(begin, begin + t.numel(), begin, t) for begin, t in leaf.pieces if t.numel()]
-        elif leaf.numel():
-            replicated.append((tensor, leaf.detach()))
-    share_out(replicated, rank, world_size)
-    return FolderPlan(numbered, paths, list(planned.values()))
+    lines = []
+    for name, (keys, leaf) in zip(paths, found):
+        record = planned.setdefault(identity(leaf), described(f"tensor {len(planned)}", leaf))
+        record.names.append(name)
+        record.owner = record.owner or key_path(keys)
+        stand_in = tensor_in(empty_storage(record.nbytes), record.dtype, 0, record.shape, record.stride)
+        lines.append(f"{key_path(keys)}: {described_layout(stand_in, record.name, record.sharded)}")
+    return FolderPlan(numbered, list(planned.values()), lines, paths)
 
 
-def name_tensors(state: Any, kinds: tuple[type, ...]) -> dict[str, tuple]:
+def name_tensors(state: Any) -> dict[str, tuple]:
     """The keys to each tensor by its name: the keys joined by dots, as torch.distributed.checkpoint names it."""
     paths: dict[str, tuple] = {}
 
     def walk(nest: Any, keys: tuple) -> None:
-        if isinstance(nest, kinds):
+        if isinstance(nest, (ShardedTensor, Tensor)):
             name = ".".join(map(str, keys))
             while name in paths:  # {"a.b": …, "a": {"b": …}}
                 name += "~"
@@ -124,107 +104,56 @@ def identity(leaf: Tensor | ShardedTensor) -> Any:
     return str(leaf.device), leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride(), marks
 
 
-def describe(name: str, leaf: Tensor | ShardedTensor) -> PlannedTensor:
+def described(name: str, leaf: Tensor | ShardedTensor) -> PlannedTensor:
     stride = leaf.stride if isinstance(leaf, ShardedTensor) else leaf.stride()
-    if not is_dense(leaf.shape, stride):
+    dense = is_dense(leaf.shape, stride)
+    if not dense:
         stride = row_major_stride(leaf.shape)
-    return PlannedTensor([name], leaf.dtype, tuple(leaf.shape), tuple(stride))
-
-
-def share_out(tensors: list[tuple[PlannedTensor, Tensor]], rank: int, world_size: int) -> None:
-    """Put the replicated tensors in a row and give each rank an equal share of its bytes."""
-    total = sum(t.numel() * t.element_size() for _, t in tensors)
-    low, high = total * rank // world_size, total * (rank + 1) // world_size
-    position = 0
-    for planned, t in tensors:
-        size, numel = t.element_size(), t.numel()
-        # An element belongs to the rank in whose share its first byte lies.
-        begin = min(max(-(-(low - position) // size), 0), numel)
-        end = min(max(-(-(high - position) // size), 0), numel)
-        if begin < end:
-            dense = is_dense(t.shape, t.stride())
-            planned.pieces.append((begin, end, 0, t.as_strided((numel,), (1,)) if dense else t))
-        position += numel * size
+    size, shape = leaf.dtype.itemsize, tuple(leaf.shape)
+    record = PlannedTensor(
+        name, leaf.shape.numel() * size, itemsize=size, dtype=leaf.dtype, shape=shape, stride=tuple(stride)
+    )
+    if isinstance(leaf, ShardedTensor):
+        record.sharded = True
+        record.parts = [(begin * size, values.detach()) for begin, values in leaf.pieces if values.numel()]
+    elif leaf.numel():
+        leaf = leaf.detach()
+        record.parts = [(0, leaf.as_strided((leaf.numel(),), (1,)) if dense else leaf)]
+    return record
 
 
 # ---- one rank's file
 
 
-@dataclass
-class WrittenFile:
-    """What other ranks must know of a rank's file. chunks: (tensor, offsets, sizes, offset, length, where the elements
-    begin, number of the first checksum); checksums: of each block of each chunk, in order."""
+@dataclass(frozen=True)
+class PlannedChunk:
+    """One box of a tensor, and where what `torch.save` makes of it begins in this rank's file."""
 
-    name: str = ""
-    nbytes: int = 0
-    crc: int = 0
-    chunks: list[tuple] = field(default_factory=list)
-    checksums: list[int] = field(default_factory=list)
+    tensor: int
+    box: Box
+    start: int
+    frame: Frame
 
 
-def write_part(path: str, name: str, tensors: list[PlannedTensor]) -> WrittenFile:
-    """Write this rank's pieces, flushed to the disk; nothing larger than BLOCK_BYTES is copied in memory."""
-    written, frames = WrittenFile(name), {}
-    fd = os.open(os.path.join(path, name), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        for number, tensor in enumerate(tensors):
-            for begin, end, source_begin, source in tensor.pieces:
-                for box, first in boxes_in_memory(tensor, begin, end):
-                    elements = Elements(source, first - source_begin, box.numel)
-                    frame = frame_of(tensor, box, frames)
-                    write_chunk(fd, written, (number, *box), frame, elements)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return written
-
-
-def boxes_in_memory(tensor: PlannedTensor, begin: int, end: int) -> Iterator[tuple[Box, int]]:
-    """The boxes of the range, and the number of the first element of each in the order of memory."""
+def boxes_in_memory(tensor: PlannedTensor, begin: int, end: int) -> Iterator[Box]:
+    """The boxes of a range of elements, one after another in the order of memory."""
     order = memory_order(tensor.stride)
     place = [order.index(d) for d in range(len(order))]
     for box in boxes_of_range([tensor.shape[d] for d in order], begin, end):
-        yield Box(tuple(box.offsets[i] for i in place), tuple(box.sizes[i] for i in place)), begin
-        begin += box.numel
+        yield Box(tuple(box.offsets[i] for i in place), tuple(box.sizes[i] for i in place))
 
 
-@dataclass
-class Elements:
-    """`numel` elements of `source` from element `begin` on, row by row."""
-
-    source: Tensor
-    begin: int
-    numel: int
-
-    def blocks(self) -> Iterator[Iterator[memoryview]]:
-        """Their bytes, BLOCK_BYTES at a time, each block in several pieces where they do not lie in a row."""
-        step = BLOCK_BYTES // self.source.element_size()
-        for begin in range(self.begin, self.begin + self.numel, step):
-            end = min(begin + step, self.begin + self.numel)
-            yield (memoryview(row_major_bytes(t).numpy()) for t in flat_pieces(self.source, begin, end))
-
-
-def write_chunk(fd: int, written: WrittenFile, what: tuple, frame: Frame, elements: Elements) -> None:
-    """Write at the end of the file what `torch.save` makes of one box, with its checksums. what: tensor, offsets, sizes."""
-    start, position, total = written.nbytes, written.nbytes + frame.gap_begin, 0
-    first_checksum = len(written.checksums)
-    for block in elements.blocks():
-        checksum, begun = 0, position
-        for data in block:
-            checksum = crc32(data, checksum)
-            write_all(fd, data, position)
-            position += len(data)
-        written.checksums.append(checksum)
-        total = crc32_combine(total, checksum, position - begun)
-    assert position - start == frame.gap_end, (position, start, frame.gap_end)
-    head, tail = frame.closed(total)
-    write_all(fd, head, start)
-    write_all(fd, tail, position)
-    length, begin = frame.gap_end + len(tail), start + frame.gap_begin
-    written.chunks.append((*what, start, length, begin, first_checksum))
-    for crc, nbytes in ((crc32(head), len(head)), (total, position - start - len(head)), (crc32(tail), len(tail))):
-        written.crc = crc32_combine(written.crc, crc, nbytes)
-    written.nbytes = position + len(tail)
+def plan_chunks(tensors: list[PlannedTensor], share: np.ndarray) -> tuple[np.ndarray, list[PlannedChunk]]:
+    """The rows of a rank's share, one for each box, and the boxes: they lie in the file in this order."""
+    rows, chunks, start = [], [], 0
+    frames: dict[Any, Frame] = {}
+    for index, begin, end in share.tolist():
+        tensor = tensors[index]
+        for box in boxes_in_memory(tensor, begin // tensor.itemsize, end // tensor.itemsize):
+            chunks.append(PlannedChunk(index, box, start, frame_of(tensor, box, frames)))
+            rows.append((index, begin, begin + box.numel * tensor.itemsize))
+            begin, start = rows[-1][2], start + chunks[-1].frame.position
+    return np.array(rows, dtype=np.int64).reshape(-1, 3), chunks
 
 
 class Frame:
@@ -288,47 +217,122 @@ def save_without_bytes(dtype: torch.dtype, sizes: tuple[int, ...], stride: tuple
 def write_checkpoint_folder(state: dict[str, Any], path: str | os.PathLike, group: Any = None) -> int:
     """Write `state` into the folder `path`, which must not hold anything yet, flushed to the disk. Collective.
 
-    Args:    state: as for a file. A `ShardedTensor` is written by its owners, of all other tensors each rank writes
-             an equal share; plain values are those of rank 0.
+    Args:    state: as for a file. A `ShardedTensor` is written by its owners, what all ranks hold is shared out so that
+             bytes per rank are level; plain values are those of rank 0.
     Returns: the bytes of all files, on every rank.
     Raises:  on all ranks UnsavableValueError, before a byte is written, or CheckpointWriteError.
     """
+    with open_folder_writer(state, path, group) as writer:
+        writer.write()
+        return writer.finish()
+
+
+def open_folder_writer(state: dict[str, Any], path: str | os.PathLike, group: Any = None) -> FolderWriter:
+    """Collective: plan the folder, make it, open this rank's part. Raises: as `write_checkpoint_folder`."""
     path = os.fspath(path)
-    rank, world_size = distributed_utils.get_rank(group), distributed_utils.get_world_size(group)
-    plan = agreed(lambda: plan_folder(state, path, rank, world_size), path, group)
-    agreed(lambda: os.makedirs(path, exist_ok=True) if rank == 0 else None, path, group)
-    own = agreed(lambda: write_part(path, f"__{rank}_0.distcp", plan.tensors), path, group)
-    files = [WrittenFile(*fields) for fields in distributed_utils.all_gather_list(tuple(vars(own).values()), group)]
-    nbytes = agreed(lambda: finish_folder(path, plan, files) if rank == 0 else 0, path, group)
-    return max(distributed_utils.all_gather_list(nbytes, group))
-
-
-def agreed(do: Any, path: str, group: Any) -> Any:
-    """What `do` returns; what it raised on one rank is raised on all."""
-    result, error = None, None
+    plan, error = None, None
     try:
-        result = do()
-    except OSError as problem:
-        error = CheckpointWriteError(path, str(problem.strerror or problem))
-        error.__cause__ = problem
-    except Exception as problem:  # the other ranks wait for the agreement
+        plan = plan_folder(state, path)
+    except Exception as problem:  # agreed by all ranks right below
         error = problem
-    agree_on_error(error, group)
-    return result
+    pieces_of = compare_plans(plan, error, path, group)
+    if distributed_utils.get_rank(group) == 0:
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as problem:
+            error = write_error(path, problem, plan.nbytes)
+    told_by_rank_0(error, None, group)
+    order = np.arange(len(plan.records))
+    return FolderWriter(path, plan, share_out(plan, order, pieces_of), group).meet()
+
+
+def part_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+class FolderWriter(ShareWriter):
+    """One folder on its way to the disk. Made by `open_folder_writer`; the rank's own step is `write`."""
+
+    def __init__(self, path: str, plan: FolderPlan, shares: list[np.ndarray], group: Any) -> None:
+        rows, self._chunks = plan_chunks(plan.records, shares[distributed_utils.get_rank(group)])
+        offsets = np.array([chunk.start + chunk.frame.gap_begin for chunk in self._chunks], dtype=np.int64)
+        super().__init__(path, [record.parts for record in plan.records], rows, offsets, group)
+        for record in plan.records:
+            record.parts = []  # `copy_share` lets go of them
+        self._plan = plan
+        self._crc = self._nbytes = 0  # of this rank's file
+        try:
+            self._fd = os.open(os.path.join(path, part_name(self._rank)), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError as error:
+            self.error = error
+
+    def meet(self) -> FolderWriter:
+        """Collective: all ranks have opened their part, and rank 0 sees them all."""
+        try:
+            agree_on_error(self._described(self.error), self._group)
+            told_by_rank_0(self._unseen_part() if self._rank == 0 else None, None, self._group)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _unseen_part(self) -> CheckpointWriteError | None:
+        for rank in range(distributed_utils.get_world_size(self._group)):
+            if not os.path.exists(os.path.join(self.path, part_name(rank))):
+                problem = (
+                    f"rank 0 does not see what rank {rank} writes into it: the ranks do not share this folder. Choose one "
+                    "that they share with checkpoint.save_dir=FOLDER, or write one file: "
+                    "distributed_training.use_sharded_state=false"
+                )
+                return CheckpointWriteError(self.path, problem)
+        return None
+
+    def _write_rest(self) -> None:
+        """Write what lies around the bytes of each box; the end of one and the beginning of the next go together."""
+        between, position = b"", 0
+        for chunk, checksum in zip(self._chunks, self._checksums.tolist()):
+            head, tail = chunk.frame.closed(checksum)
+            gap = chunk.frame.gap_end - chunk.frame.gap_begin
+            between += head
+            write_all(self._fd, between, position)
+            self._crc = crc32_combine(crc32(between, self._crc), checksum, gap)
+            position, between = position + len(between) + gap, tail
+        write_all(self._fd, between, position)
+        self._crc, self._nbytes = crc32(between, self._crc), position + len(between)
+
+    def finish(self) -> int:
+        """Collective: make the folder whole. Returns the bytes of its files. Raises: what failed on any rank."""
+        error = self._described(self.error)
+        own = WrittenFile(part_name(self._rank), self._nbytes, self._crc)
+        own.chunks = [
+            (chunk.tensor, *chunk.box, chunk.start, chunk.frame.position, chunk.start + chunk.frame.gap_begin, checksum)
+            for chunk, checksum in zip(self._chunks, self._checksums.tolist())
+        ]
+        told = gather_agreed(error, tuple(vars(own).values()), self._group)
+        nbytes = 0
+        if self._rank == 0:
+            try:
+                nbytes = finish_folder(self.path, self._plan, [WrittenFile(*fields) for fields in told])
+            except Exception as problem:  # agreed by all ranks right below
+                error = problem
+        return told_by_rank_0(self._described(error), nbytes, self._group)
+
+
+@dataclass
+class WrittenFile:
+    """What other ranks must know of a rank's file. chunks: (tensor, offsets, sizes, offset, length, where the elements
+    begin, their checksum)."""
+
+    name: str
+    nbytes: int
+    crc: int
+    chunks: list[tuple] = field(default_factory=list)
 
 
 def finish_folder(path: str, plan: FolderPlan, files: list[WrittenFile]) -> int:
-    """On one rank, when all parts are on the disk: check that they are here, and say what they are."""
-    for rank, written in enumerate(files):
-        place = os.path.join(path, written.name)
-        if not os.path.exists(place) or os.path.getsize(place) != written.nbytes:
-            problem = (
-                f"rank 0 does not see what rank {rank} wrote into it: the ranks do not share this folder. Choose one that "
-                "they share with checkpoint.save_dir=FOLDER, or write one file: distributed_training.use_sharded_state=false"
-            )
-            raise CheckpointWriteError(path, problem)
-    stored = stored_tensors(plan.tensors, files)
-    names = {name: stored[number] for number, tensor in enumerate(plan.tensors) for name in tensor.names}
+    """On one rank, when all parts are on the disk: say what they are."""
+    stored = stored_tensors(plan.records, files)
+    names = {name: stored[number] for number, tensor in enumerate(plan.records) for name in tensor.names}
     data = pack_metadata({name: names[name] for name in plan.paths}, plan.paths)
     record = own_record(plan, files, data)
     for name, content in ((OWN_RECORD, record), (METADATA, data)):
@@ -349,19 +353,19 @@ def stored_tensors(tensors: list[PlannedTensor], files: list[WrittenFile]) -> li
 
 def own_record(plan: FolderPlan, files: list[WrittenFile], metadata: bytes) -> bytes:
     """The bytes of fairtrain.pt: all that is not in `.metadata`."""
-    stride_of = {name: tensor.stride for tensor in plan.tensors for name in tensor.names}
+    stride_of = {name: tensor.stride for tensor in plan.records for name in tensor.names}
     parts, checksums = [], []
     for number, written in enumerate(files):
-        for *_, offset, length, begin, first in written.chunks:
-            parts.append((number, offset, length, begin, len(checksums) + first))
-        checksums += written.checksums
+        for *_, offset, length, begin, checksum in written.chunks:
+            parts.append((number, offset, length, begin, len(checksums)))
+            checksums.append(checksum)
     content = {
         "folder_version": FOLDER_VERSION,
-        "state": plan.numbered,
+        "state": plan.skeleton,
         "tensors": [(name, stride_of[name]) for name in plan.paths],
         "files": [(written.name, written.nbytes, written.crc) for written in files],
         "metadata_crc": crc32(metadata),
-        "block_bytes": BLOCK_BYTES,
+        "block_bytes": ONE_BLOCK,
         "chunks": torch.tensor(parts, dtype=torch.int64).reshape(-1, 5),  # file, offset, length, begin, checksum
         "checksums": torch.tensor(checksums, dtype=torch.int64),
     }

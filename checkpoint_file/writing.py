@@ -56,58 +56,31 @@ class Layout:
     offsets: bytes
 
 
-class CheckpointWriter:
-    """One file on its way to the disk. Made by `open_writer`; the rank's own step is `write`."""
+class ShareWriter:
+    """What one rank writes of a checkpoint: ranges of bytes of records, each at a place of its own in one file.
+
+    Its own step is `write`, which talks to nobody: a thread can do it, after `copy_share`. What is collective, before
+    and after, is that of a file or of a folder.
+    """
 
     def __init__(
-        self, path: str, plan: FilePlan, layout: Layout, directory: Directory, shares: list[np.ndarray], group: Any
+        self, path: str, parts: list[list[tuple[int, Tensor]]], rows: np.ndarray, offsets: np.ndarray, group: Any
     ) -> None:
-        self.path, self.nbytes, self.error = path, layout.nbytes, None
-        self._directory = directory
+        """parts: flat tensors of each record, with their first bytes. rows: (record, first byte, end), int64 [n, 3].
+
+        offsets: int64 [n], where each row lies in the file.
+        """
+        self.path, self.error = path, None
         self._group, self._rank = group, distributed_utils.get_rank(group)
-        self._names = [record.name for record in plan.records]
-        self._sizes = [record.nbytes for record in plan.records]
-        self._offsets = np.frombuffer(layout.offsets, dtype=np.int64)
-        self._shares, self._rows = shares, shares[self._rank]
-        self._parts = [record.parts for record in plan.records]
-        self._checksums = np.zeros(len(self._rows), dtype=np.int64)
-        self._blind: list[int] = []  # ranks that do not see the file
+        self._parts, self._rows, self._row_offsets = parts, rows, offsets
+        self._checksums = np.zeros(len(rows), dtype=np.int64)
         self._cancelled = False
-        self._fd = self._look(layout)
+        self._fd: int | None = None
 
     @property
     def own_bytes(self) -> int:
         """What this rank writes of the tensors."""
         return int((self._rows[:, 2] - self._rows[:, 1]).sum())
-
-    def _look(self, layout: Layout) -> int | None:
-        """The file, open, if this rank sees the one that rank 0 laid down."""
-        fd = None
-        try:
-            fd = os.open(self.path, os.O_RDWR)
-            offset, nbytes = layout.pickle_place
-            stat = os.fstat(fd)
-            same = (stat.st_size, stat.st_ino) == (layout.nbytes, layout.inode)
-            if same and crc32(os.pread(fd, nbytes, offset)) == layout.pickle_crc:
-                return fd
-            self.error = (
-                CheckpointWriteError(self.path, "another file has taken its place") if self._rank == 0 else None
-            )
-        except OSError as error:  # as good as another folder, except on rank 0
-            self.error = error if self._rank == 0 else None
-        if fd is not None:
-            os.close(fd)
-        return None
-
-    def meet(self) -> CheckpointWriter:
-        """Collective: all ranks learn which of them do not see the file."""
-        try:
-            seen = gather_agreed(self._described(self.error), self._fd is not None, self._group)
-        except BaseException:
-            self.close()
-            raise
-        self._blind = [rank for rank, sees in enumerate(seen) if not sees]
-        return self
 
     def copy_share(self, room: Callable[[int, bool], Tensor]) -> None:
         """Copy this rank's share into `room(nbytes, pinned)`: from then on the state may change.
@@ -148,13 +121,15 @@ class CheckpointWriter:
             return
         try:
             self._write_rows(supply or row_bytes)
+            if not self._cancelled:
+                self._write_rest()
             os.fsync(self._fd)
         except Exception as error:  # whatever it is, the other ranks wait in `finish`
             self.error = error
 
     def _write_rows(self, supply: Supply) -> None:
         for at, (index, begin, end) in enumerate(self._rows.tolist()):
-            offset, checksum = int(self._offsets[index]) + begin, 0
+            offset, checksum = int(self._row_offsets[at]), 0
             for data in supply(self._parts[index], begin, end):
                 if self._cancelled:
                     return
@@ -162,6 +137,71 @@ class CheckpointWriter:
                 write_all(self._fd, data, offset)
                 offset += len(data)
             self._checksums[at] = checksum
+
+    def _write_rest(self) -> None:
+        """Write what this rank has beside its rows, whose checksums are known."""
+
+    def _described(self, error: Exception | None) -> Exception | None:
+        return write_error(self.path, error, self.own_bytes) if isinstance(error, OSError) else error
+
+    def close(self) -> None:
+        """Let go of the file and of the state's tensors."""
+        self._parts = []
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> ShareWriter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class CheckpointWriter(ShareWriter):
+    """One file on its way to the disk. Made by `open_writer`; the rank's own step is `write`."""
+
+    def __init__(
+        self, path: str, plan: FilePlan, layout: Layout, directory: Directory, shares: list[np.ndarray], group: Any
+    ) -> None:
+        rows = shares[distributed_utils.get_rank(group)]
+        self._offsets = np.frombuffer(layout.offsets, dtype=np.int64)
+        offsets = self._offsets[rows[:, 0]] + rows[:, 1]
+        super().__init__(path, [record.parts for record in plan.records], rows, offsets, group)
+        self.nbytes, self._directory, self._shares = layout.nbytes, directory, shares
+        self._names = [record.name for record in plan.records]
+        self._sizes = [record.nbytes for record in plan.records]
+        self._blind: list[int] = []  # ranks that do not see the file
+        self._fd = self._look(layout)
+
+    def _look(self, layout: Layout) -> int | None:
+        """The file, open, if this rank sees the one that rank 0 laid down."""
+        fd = None
+        try:
+            fd = os.open(self.path, os.O_RDWR)
+            offset, nbytes = layout.pickle_place
+            stat = os.fstat(fd)
+            same = (stat.st_size, stat.st_ino) == (layout.nbytes, layout.inode)
+            if same and crc32(os.pread(fd, nbytes, offset)) == layout.pickle_crc:
+                return fd
+            self.error = (
+                CheckpointWriteError(self.path, "another file has taken its place") if self._rank == 0 else None
+            )
+        except OSError as error:  # as good as another folder, except on rank 0
+            self.error = error if self._rank == 0 else None
+        if fd is not None:
+            os.close(fd)
+        return None
+
+    def meet(self) -> CheckpointWriter:
+        """Collective: all ranks learn which of them do not see the file."""
+        try:
+            seen = gather_agreed(self._described(self.error), self._fd is not None, self._group)
+        except BaseException:
+            self.close()
+            raise
+        self._blind = [rank for rank, sees in enumerate(seen) if not sees]
+        return self
 
     def finish(self) -> int:
         """Collective: make the file whole. Returns its size. Raises: what failed on any rank in any step."""
@@ -235,19 +275,6 @@ class CheckpointWriter:
 
     def _described(self, error: Exception | None) -> Exception | None:
         return write_error(self.path, error, sum(self._sizes)) if isinstance(error, OSError) else error
-
-    def close(self) -> None:
-        """Let go of the file and of the state's tensors."""
-        self._parts = []
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def open_writer(state: dict[str, Any], path: str | os.PathLike, group: Any = None) -> CheckpointWriter:

@@ -23,6 +23,7 @@ from checkpoint_file import (
     dcp_metadata,
     folder_writing,
     sources,
+    writing,
 )
 from tests.test_checkpoint_file import ODD, assert_same, make_state, rss_anon
 
@@ -83,7 +84,7 @@ def test_memory_is_bounded_whatever_the_size(folder, monkeypatch):  # [F6]
 
         return call
 
-    monkeypatch.setattr(folder_writing, "write_all", watched(folder_writing.write_all))
+    monkeypatch.setattr(writing, "write_all", watched(writing.write_all))
     monkeypatch.setattr(sources.RecordSource, "read_into", watched(sources.RecordSource.read_into))
     before = rss_anon()
     checkpoint_file.write_checkpoint_folder(state, folder)
