@@ -11,7 +11,7 @@ from checkpoint_utils.config import RESET_FLAGS, CheckpointConfig
 from checkpoint_utils.errors import CheckpointWishError, NoUsableCheckpointError
 from checkpoint_utils.facts import FileFacts, checkpoint_paths, load_checkpoint_to_cpu, verify_checkpoint
 from checkpoint_utils.folders import publish_checkpoint_folder
-from checkpoint_utils.loading import load_checkpoint
+from checkpoint_utils.loading import load_checkpoint, load_own_checkpoint
 from checkpoint_utils.names import CheckpointName, checkpoint_names, stale_checkpoints
 from checkpoint_utils.publishing import Publication, publish_checkpoint
 from checkpoint_utils.retention import prune_checkpoints, remove_stale_temporaries
@@ -35,6 +35,7 @@ __all__ = [
     "choose",
     "load_checkpoint",
     "load_checkpoint_to_cpu",
+    "load_own_checkpoint",
     "prune_checkpoints",
     "publish_checkpoint",
     "publish_checkpoint_folder",

@@ -91,6 +91,14 @@ def gather_facts(save_dir: str, known: Mapping[str, str]) -> tuple[FileFacts | N
     return last, [facts_of(path, whole=True) for path in checkpoint_paths(save_dir) if path != seen]
 
 
+def own_checkpoints(save_dir: str, run_id: str, at_most: int) -> list[tuple[str, int]]:
+    """(path, num_updates) of what the run has saved up to an update, the newest first, each content once."""
+    paths = {os.path.realpath(path): path for path in [*checkpoint_paths(save_dir), *last_paths(save_dir)]}
+    facts = [read_facts(path) for path in paths.values()]
+    own = [one for one in facts if one.problem is None and one.run_id == run_id and 0 <= one.num_updates <= at_most]
+    return [(one.path, one.num_updates) for one in sorted(own, key=lambda one: one.num_updates, reverse=True)]
+
+
 def last_paths(save_dir: str) -> list[str]:
     """checkpoint_last as a folder and checkpoint_last.pt, as far as they are there."""
     paths = [os.path.join(save_dir, str(CheckpointName("last", folder=folder))) for folder in (True, False)]

@@ -11,6 +11,7 @@ from checkpoint_file import CheckpointDamagedError
 from checkpoint_utils.agreement import on_rank_0
 from checkpoint_utils.choosing import Choice, asked_for_error, decide_what_to_load, resets_to_apply
 from checkpoint_utils.config import expand, takes_a_part
+from checkpoint_utils.facts import own_checkpoints
 from checkpoint_utils.retention import put_aside, remove_stale_temporaries
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,23 @@ def load_checkpoint(cfg: Any, trainer: Any) -> tuple[dict[str, Any] | None, Any]
                 raise asked_for_error(choice, error) from error
             logger.error("%s", error)
             known[choice.path] = error.problem
+
+
+def load_own_checkpoint(cfg: Any, trainer: Any, at_most: int) -> tuple[str, dict[str, Any]] | None:
+    """Load the run's own checkpoint of update `at_most`, or the newest before it that is sound. Collective.
+
+    Returns (path, extra_state), None where there is none. The data position is left to the caller.
+    """
+    group = trainer.data_parallel_process_group
+    told = on_rank_0(lambda: own_checkpoints(expand(cfg.save_dir), trainer.run_id, at_most), group)
+    for path, num_updates in told:
+        if num_updates != at_most:
+            logger.warning("the checkpoint of update %d is not there (any more): %s (update %d)", at_most, path, num_updates)
+        try:
+            return path, trainer.load_checkpoint(path, whole=True)
+        except CheckpointDamagedError as error:  # raised on all ranks; the next load overwrites everything
+            logger.error("DAMAGED CHECKPOINT PASSED OVER: %s", error)
+    return None
 
 
 def choice_to_tell(decided: tuple[Choice, dict]) -> tuple[dict, dict]:

@@ -86,6 +86,21 @@ class CommonConfig:
     deterministic: bool = dataclasses.field(
         default=False, metadata={"help": "deterministic kernels: resumes are bit-identical on accelerators too"}
     )
+    on_nonfinite: Literal["stop", "skip", "rollback"] = dataclasses.field(
+        default="stop",
+        metadata={
+            "help": "a loss, gradient or parameter that is not finite: stop, skip the update, or rollback to the newest "
+            "checkpoint and on behind the data since; fp16 follows its loss scale"
+        },
+    )
+    max_nonfinite: int = dataclasses.field(
+        default=10,
+        metadata={"help": "updates that a run may skip, or rollbacks, over all its starts; the next one ends it"},
+    )
+    check_replicas_every: int = dataclasses.field(
+        default=0,
+        metadata={"help": "updates between two comparisons of the ranks' parameters; 0: only at each save"},
+    )
     log_interval: int = dataclasses.field(default=1, metadata={"help": "updates between two train lines, from 1"})
     log_format: Literal["auto", "rich", "simple", "json", "none"] = dataclasses.field(
         default="auto",
@@ -103,7 +118,15 @@ class CommonConfig:
         found = _below(
             self,
             "common",
-            {"seed": 0, "num_threads": 0, "log_interval": 1, "fp16_scale_window": 0, "fp16_scale_tolerance": 0},
+            {
+                "seed": 0,
+                "num_threads": 0,
+                "log_interval": 1,
+                "fp16_scale_window": 0,
+                "fp16_scale_tolerance": 0,
+                "max_nonfinite": 0,
+                "check_replicas_every": 0,
+            },
         )
         found += _not_above_zero(self, "common", ("fp16_init_scale", "min_loss_scale"))
         if self.fp16 and self.bf16:

@@ -98,11 +98,11 @@ class _Cut:
 
 
 def _line_key(record: Mapping[str, Any]) -> tuple | None:
-    """(event, num_updates, subset), which may stand in the file once; None for a line that is exempt."""
+    """(event, num_updates, subset or count), which may stand in the file once; None for a line that is exempt."""
     num_updates = record.get("num_updates")
     if record.get("event") in _NEVER_CUT or not isinstance(num_updates, int):
         return None
-    return record.get("event"), num_updates, record.get("subset")
+    return record.get("event"), num_updates, record.get("subset", record.get("count"))
 
 
 def _plan_cut(file: BinaryIO, num_updates: int) -> _Cut:

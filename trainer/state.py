@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Mapping
+from typing import Any, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +30,13 @@ OWN_EXTRA_STATE = frozenset(
         "patience",
         "validated_at",
         "scaler",
+        "nonfinite",
         "num_threads",
         "ranks",
         "previous_training_time",
         "ema",
     }
 )
-DRIFT = 1e-3  # relative difference between ranks that no rounding explains
-PARAMETERS = "parameters"  # among the digests that ranks compare: of the magnitudes of all parameters
 
 
 class StateError(RuntimeError):
@@ -77,19 +75,6 @@ class ClassMismatchError(StateError):
         super().__init__(
             f"{path} (update {num_updates}): saved with {kind} {saved}, this run builds {built}. "
             f"To go on without what was saved of it, add: {override}"
-        )
-
-
-class DriftError(RuntimeError):
-    """A parameter that is whole on every rank is not the same on all of them."""
-
-    is_user_error = True
-
-    def __init__(self, name: str, rank: int, on_rank_0: float | None, on_rank: float | None) -> None:
-        self.name, self.rank = name, rank
-        super().__init__(
-            f"the ranks have drifted apart: parameter {name} of rank {rank} differs from rank 0's (the largest magnitude in"
-            f" it is {on_rank!r} and {on_rank_0!r}). Something changes parameters on one rank alone"
         )
 
 
@@ -301,39 +286,14 @@ def load_module_extras(module: nn.Module, saved: Mapping[str, Any], materialize:
             submodule.set_extra_state(materialize(saved[key]))
 
 
-def magnitudes(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """The largest absolute value of each float parameter, in this rank's part of it; reads each once.
-
-    It is finite exactly if all of the parameter is, whatever the order of reduction, so ranks can compare it.
-    """
-    named = [(name, local_of(p)) for name, p in named_parameters if p.is_floating_point()]
-    named = [(name, p) for name, p in named if p.numel()]
-    largest = torch._foreach_norm([p for _, p in named], float("inf")) if named else []
-    values = torch.stack([one.float().to(largest[0].device) for one in largest]).tolist() if named else []
-    return dict(zip((name for name, _ in named), values))
-
-
-def first_non_finite(largest: Mapping[str, float]) -> str | None:
-    """The name of the first parameter that holds a NaN or an infinity, by its magnitude."""
-    return next((name for name, value in largest.items() if not math.isfinite(value)), None)
-
-
 # ---- what must be equal on all ranks ----
 
 
-def check_equal_on_ranks(task_state: Any, replicated: Mapping[str, float], group: Any) -> None:
-    """Collective. The file holds task state and whole parameters once, so every rank must have the same.
-
-    replicated: the magnitudes of the parameters that are whole on every rank.
-    Raises: on all ranks TaskStateError, or DriftError naming the first parameter that differs.
-    """
+def check_equal_on_ranks(task_state: Any, group: Any) -> None:
+    """Collective. The file holds task state once, so every rank must have the same. Raises: TaskStateError on all."""
     if distributed_utils.get_world_size(group) == 1:
         return
-    own = {**_digests(task_state), PARAMETERS: _digest(repr(list(replicated.items())).encode())}
-    digests = distributed_utils.all_gather_list(own, group)
-    parameters = {one.pop(PARAMETERS) for one in digests}
-    if len(parameters) > 1:
-        _tell_drift(distributed_utils.all_gather_list(dict(replicated), group))
+    digests = distributed_utils.all_gather_list(_digests(task_state), group)
     for rank, other in enumerate(digests):
         different = sorted(k for k in digests[0].keys() | other.keys() if digests[0].get(k) != other.get(k))
         if different:
@@ -341,23 +301,6 @@ def check_equal_on_ranks(task_state: Any, replicated: Mapping[str, float], group
                 f"task_state_dict() of rank {rank} differs from rank 0's at {_first(different)}: "
                 "it must be equal on all ranks"
             )
-
-
-def _tell_drift(told: list[dict[str, float]]) -> None:
-    """Raise DriftError for the parameter that differs most, or warn where that is little.
-
-    Little is what processors of different makes do to each other's last digits in the course of a run.
-    """
-    differences = [
-        (abs(other.get(name, math.inf) - value) / (abs(value) or 1.0), rank, name)
-        for rank, other in enumerate(told)
-        for name, value in told[0].items()
-    ]
-    most, rank, name = max(differences, key=lambda one: one[0])
-    error = DriftError(name, rank, told[0][name], told[rank].get(name))
-    if most > DRIFT:
-        raise error
-    logger.warning("%s: it is saved as rank 0 has it", error)
 
 
 def _digests(value: Any, path: str = "task_state") -> dict[str, str]:

@@ -32,10 +32,11 @@ from trainer import run_folder
 from trainer.background_saves import BackgroundSaves
 from trainer.config import config_differences, get_target, to_plain
 from trainer.data import valid_subsets
-from trainer.errors import ConfigError, NothingSavedError
+from trainer.errors import ConfigError, NonFiniteError, NothingSavedError
 from trainer.logs import RunLog, setup_logging
 from trainer.preemption import StopRequest
 from trainer.progress import Progress
+from trainer.rollback import roll_back
 from trainer.time_limit import TimeLimit, seconds_until_the_job_ends
 from trainer.trainer import Trainer
 
@@ -236,9 +237,23 @@ class Run:
         _together(self._leave_if_told)
         self._set_time_limit()
         while True:
-            status = self._train_epoch()
+            try:
+                status = self._train_epoch()
+            except NonFiniteError as error:
+                status = self._roll_back(error)
             if status is not None:
                 return status
+
+    def _roll_back(self, error: NonFiniteError) -> None:
+        """Where common.on_nonfinite says so, go back to the newest healthy checkpoint; otherwise raise the error."""
+        trainer = self.trainer
+        if not trainer.nonfinite.goes_back:
+            raise error
+        self.saves.flush()
+        path = roll_back(self.cfg.checkpoint, trainer, self.itr, error)
+        num_updates, count = trainer.get_num_updates(), trainer.nonfinite.count
+        self.log.cut_after(num_updates)
+        self.log.event("rollback", num_updates=num_updates, count=count, path=path, what=error.what, bad_update=error.num_updates)
 
     def _train_epoch(self) -> int | None:
         trainer = self.trainer
@@ -305,8 +320,10 @@ class Run:
         if end_of_epoch:
             self._end_epoch(epoch, val_loss)
         is_best = val_loss is not None and trainer.best.best_num_updates == num_updates
-        if is_best or trainer.save_requested or save_due(self.checkpoint_cfg, epoch, num_updates, end_of_epoch, reason is not None):
-            self._save(val_loss, ending=reason is not None)
+        is_due = is_best or save_due(self.checkpoint_cfg, epoch, num_updates, end_of_epoch, reason is not None)
+        if is_due or trainer.save_requested:
+            with trainer.nonfinite.saving(num_updates if is_due else None):
+                self._save(val_loss, ending=reason is not None)
         return self._finish(reason) if reason is not None else None
 
     def _work_is_owed(self, reason: str | None) -> bool:
@@ -391,8 +408,15 @@ class Run:
 
     def _stop(self) -> int:
         num_updates = self.trainer.get_num_updates()
-        if not self._save(None, ending=True, stopping=True):
-            raise NothingSavedError(num_updates)
+        try:
+            if not self._save(None, ending=True, stopping=True):
+                raise NothingSavedError(num_updates)
+        except NonFiniteError as error:
+            if not self.trainer.nonfinite.can_go_back:
+                raise
+            logger.error("%s The next start goes on from the newest checkpoint, as a rollback would", error)
+            self.progress.close()
+            return START_ME_AGAIN
         self.progress.close()  # nothing comes behind the last words
         logger.info(
             "stopped by %s at update %d, checkpoint saved: start the same command to go on", self.requests.reason, num_updates

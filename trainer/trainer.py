@@ -21,20 +21,21 @@ from torch import Tensor, nn
 import checkpoint_file
 import checkpoint_utils
 import distributed_utils
-from trainer import fully_sharded, loading, meta_build, optim, state
+from trainer import fully_sharded, health, loading, meta_build, optim, state
 from trainer.buffers import WatchedBuffers
 from trainer.config import complete_config, instantiate, to_plain
 from trainer.data import DummyBatch, EpochBatchIterator, dummy_batches, valid_batches
 from trainer.data_parallel import GradientReducer
 from trainer.devices import choose_device, move
 from trainer.ema import EMA
-from trainer.errors import ConfigError, NonFiniteError
+from trainer.errors import ConfigError
 from trainer.lr_scheduler import adapt_scheduler, build_lr_scheduler
 from trainer.metrics import EpochMeter, GlobalSums, LocalSums
+from trainer.nonfinite import NonFinitePolicy
 from trainer.partial_state import WHOLE, selection_of
 from trainer.precision import build_precision
 from trainer.randomness import derive_seed, seed_all
-from trainer.sharding import described_state, placement_of
+from trainer.sharding import described_state
 from trainer.zero import shard_optimizer
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class Trainer:
         self.ema = EMA(self.model, self.cfg.ema) if self.cfg.ema.store_ema else None
         self._sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
         self._clip_norm = optimization.clip_norm
+        self._replica_interval = common.check_replicas_every
+        self.nonfinite = NonFinitePolicy(common, self.data_parallel_process_group)
 
         self.use_sharded_state = self.cfg.distributed_training.use_sharded_state
         self.best = checkpoint_utils.BestScore(maximize=self.cfg.checkpoint.maximize_best_checkpoint_metric)
@@ -264,6 +267,9 @@ class Trainer:
         """Seconds of training of this run over all its sessions; pauses between them do not count."""
         return self._previous_training_time + time.monotonic() - self._start_time
 
+    def set_cumulative_training_time(self, seconds: float) -> None:
+        self._previous_training_time, self._start_time = seconds, time.monotonic()
+
     def log_event(self, name: str, **fields: Any) -> None:
         """A line of log.jsonl, rank 0's. Without a run (a notebook, a test) there is no log and nothing is written."""
         if self.log is not None:
@@ -332,10 +338,11 @@ class Trainer:
     # ---- update ----
 
     def train_step(self, samples: list) -> dict[str, float] | None:
-        """One update over `samples`, this rank's micro-batches. Returns the metrics, None if fp16 overflowed.
+        """One update over `samples`, this rank's micro-batches. Returns the metrics, None if it was left out.
 
         All that is random in micro-batch i of rank r follows from (seed, num_updates, i * world_size + r).
-        Raises: NonFiniteError on all ranks, before the step, if the loss or a gradient is not finite.
+        Raises: NonFiniteError on all ranks, before the step, if the loss or a gradient is not finite and the update is
+            not left out (fp16, common.on_nonfinite=skip); health.DriftError.
         """
         self.zero_grad()
         sample_size, loss, outputs = self._forward_backward(samples)
@@ -348,6 +355,8 @@ class Trainer:
         self.lr_step_update()
         if self.ema is not None:
             self.ema.update(self.model, self._num_updates)
+        if self._replica_interval and self._num_updates % self._replica_interval == 0:
+            self.check_replicas()
         return self._update_stats(sample_size, outputs, lr, float(gnorm))
 
     def zero_grad(self) -> None:
@@ -360,6 +369,7 @@ class Trainer:
     def _forward_backward(self, samples: list) -> tuple[float, float, dict[str, float]]:
         """Gradients of the global batch, as sums; returns the global (sample_size, loss, logging outputs)."""
         self._sync_buffers()
+        self.nonfinite.begin_update(self._buffers)
         self._set_training(True)
         local = LocalSums()
         last = len(samples) - 1
@@ -445,10 +455,11 @@ class Trainer:
         return optim.clip_grad_norm(self._flat_gradients(), max_norm, norm)
 
     def _optimizer_step(self, gnorm: float, loss: float, samples: list) -> bool:
-        """Step unless the numbers are bad: fp16 shrinks its scale and skips, anything else is the end of the run."""
+        """Step unless the numbers are bad: fp16 shrinks its scale and skips, else it is as common.on_nonfinite says."""
         finite = math.isfinite(gnorm) and math.isfinite(loss)
         if not finite and not self.precision.can_overflow:
-            self._raise_non_finite(samples)
+            self._leave_out(samples)
+            return False
         self.precision.update(overflow=not finite, num_updates=self._num_updates + 1)
         if finite:
             self.optimizer.step()
@@ -471,36 +482,22 @@ class Trainer:
             stats["loss_scale"] = self.precision.loss_scale
         return stats
 
-    def _raise_non_finite(self, samples: list) -> None:
-        """Name the first micro-batch and parameter that went bad, the same culprit on all ranks."""
-        micro_batch, rank, what = self._find_non_finite(samples)
-        error = None
-        if rank == self.data_parallel_rank:
-            error = NonFiniteError(what, self._num_updates + 1, rank, micro_batch, hint="Nothing was changed or saved.")
-        distributed_utils.agree(error, self.data_parallel_process_group)
+    def _leave_out(self, samples: list) -> None:
+        """Find what went bad by running the micro-batches once more, from their seeds, one at a time.
 
-    def _find_non_finite(self, samples: list) -> tuple[int | None, int, str]:
-        """Run the micro-batches once more, from their seeds, one at a time; (micro-batch, rank, what) of the first bad."""
+        Raises: NonFiniteError on all ranks, unless the update is skipped.
+        """
+        policy = self.nonfinite
         with self._reducer.isolated() if self.forward_is_collective else contextlib.nullcontext():
-            for i, sample in enumerate(samples):
-                found = distributed_utils.all_gather_list(
-                    self._non_finite_in(i, sample), self.data_parallel_process_group
-                )
-                for rank, what in enumerate(found):
-                    if what is not None:
-                        return i, rank, what
-        return None, 0, "the sum of the gradients over ranks and micro-batches"
+            error = policy.meet(samples, self._non_finite_in, self._all_parameters, self._num_updates)
+        logger.error("%s UPDATE SKIPPED, number %d of at most %d (common.max_nonfinite)", error, policy.count, policy.limit)
+        self.log_event("nonfinite", num_updates=self._num_updates, count=policy.count, what=error.what, rank=error.rank)
 
     def _non_finite_in(self, i: int, sample: Any) -> str | None:
         self.zero_grad()
         loss = self._forward(i, sample, LocalSums())
         loss.backward()
-        if isinstance(sample, DummyBatch):
-            return None
-        if not torch.isfinite(loss):
-            return f"the loss ({loss.item()})"
-        named = [(name, parameter.grad) for name, parameter in self._all_parameters() if parameter.grad is not None]
-        return next((f"the gradient of {name}" for name, grad in named if not torch.isfinite(grad).all()), None)
+        return None if isinstance(sample, DummyBatch) else health.bad_of(loss, self._all_parameters())
 
     def _sync_buffers(self) -> None:
         """Take rank 0's buffers if training changed any since the last time, as all ranks learned with the sums."""
@@ -566,6 +563,7 @@ class Trainer:
             "patience": self.best.state_dict(),
             "validated_at": self.validated_at,
             "scaler": self.precision.state_dict(),
+            "nonfinite": self.nonfinite.state_dict(),
             "num_threads": torch.get_num_threads(),
             "ranks": self.data_parallel_world_size,
             "previous_training_time": self.cumulative_training_time(),
@@ -623,18 +621,20 @@ class Trainer:
         """`state_dict()` with the caller's `extra_state`, after it was found fit to be saved. All ranks call it.
 
         Raises: NonFiniteError if a parameter is not finite (a healthy file is never replaced by such a one),
-            TaskStateError or DriftError if the ranks' task states or whole parameters differ.
+            TaskStateError or health.DriftError if the ranks' task states or whole parameters differ.
         """
         self._sync_buffers()
         checkpoint = self.state_dict()
         checkpoint["extra_state"].update(extra_state or {})
-        largest = state.magnitudes(self._all_parameters())
-        bad = state.first_non_finite(largest)
-        error = NonFiniteError(f"parameter {bad}", self._num_updates, self.data_parallel_rank) if bad else None
-        distributed_utils.agree(error, self.data_parallel_process_group)
-        replicated = {n: largest[n] for n, p in self._all_parameters() if n in largest and placement_of(p) is None}
-        state.check_equal_on_ranks(checkpoint["task_state"], replicated, self.data_parallel_process_group)
+        self.nonfinite.check_parameters(self._all_parameters(), self._num_updates)
+        self.check_replicas()
+        state.check_equal_on_ranks(checkpoint["task_state"], self.data_parallel_process_group)
         return checkpoint
+
+    def check_replicas(self) -> None:
+        """Collective: parameters that every rank has whole must be the same on all. Raises: health.DriftError."""
+        group = self.data_parallel_process_group
+        health.check_replicas(health.replicas_of(self._all_parameters()), self._num_updates, group)
 
     def load_checkpoint(
         self,
@@ -708,11 +708,11 @@ class Trainer:
                 self.lr_scheduler.set_base_lr(new_lr)
 
     def _load_counters(self, extra_state: dict, reset_meters: bool, report: state.LoadReport) -> None:
-        self._previous_training_time = float(extra_state.get("previous_training_time") or 0.0)
-        self._start_time = time.monotonic()
+        self.set_cumulative_training_time(float(extra_state.get("previous_training_time") or 0.0))
         self.validated_at = int(extra_state.get("validated_at") or 0)
         if extra_state.get("scaler"):
             self.precision.load_state_dict(extra_state["scaler"])
+        self.nonfinite.load_state_dict(extra_state.get("nonfinite") or {})
         if reset_meters:
             report.reset.append("meters, best score, patience")
         else:
