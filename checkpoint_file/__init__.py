@@ -17,7 +17,7 @@ from checkpoint_file.errors import (
     error_kinds,
     told_by_rank_0,
 )
-from checkpoint_file.folder_writing import write_checkpoint_folder
+from checkpoint_file.folder_writing import open_folder_writer, write_checkpoint_folder
 from checkpoint_file.nests import ShardedTensor
 from checkpoint_file.opening import open_checkpoint, open_local_checkpoint, verify_checkpoint
 from checkpoint_file.reading import CheckpointReader
@@ -46,6 +46,7 @@ __all__ = [
     "agree_on_error",
     "error_kinds",
     "open_checkpoint",
+    "open_folder_writer",
     "open_local_checkpoint",
     "open_writer",
     "told_by_rank_0",

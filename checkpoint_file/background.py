@@ -1,4 +1,4 @@
-"""A rank's share of a file, copied into memory of its own and written by a thread while training goes on.
+"""A rank's share of a file or folder, copied into memory of its own and written by a thread while training goes on.
 
 Owns: the buffer, the thread. The thread talks to no other rank and draws no random number.
 Must not know: what a save is, when it counts.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_file.nests import empty_storage
-from checkpoint_file.writing import CheckpointWriter
+from checkpoint_file.writing import ShareWriter
 
 
 class HostBuffer:
@@ -35,7 +35,7 @@ class HostBuffer:
 class BackgroundWrite:
     """The share of one rank on its way to the disk. When it is made the state has been copied and may change again."""
 
-    def __init__(self, writer: CheckpointWriter, buffer: HostBuffer) -> None:
+    def __init__(self, writer: ShareWriter, buffer: HostBuffer) -> None:
         self._writer = writer
         writer.copy_share(buffer.room)
         self._thread = threading.Thread(target=writer.write, name="checkpoint writer", daemon=True)

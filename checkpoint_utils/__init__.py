@@ -10,7 +10,7 @@ from checkpoint_utils.choosing import Choice, choose, resets_to_apply
 from checkpoint_utils.config import RESET_FLAGS, CheckpointConfig
 from checkpoint_utils.errors import CheckpointWishError, NoUsableCheckpointError
 from checkpoint_utils.facts import FileFacts, checkpoint_paths, load_checkpoint_to_cpu, verify_checkpoint
-from checkpoint_utils.folders import publish_checkpoint_folder
+from checkpoint_utils.folders import FolderPublication, publish_checkpoint_folder
 from checkpoint_utils.loading import load_checkpoint, load_own_checkpoint
 from checkpoint_utils.names import CheckpointName, checkpoint_names, stale_checkpoints
 from checkpoint_utils.publishing import Publication, publish_checkpoint
@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointWishError",
     "Choice",
     "FileFacts",
+    "FolderPublication",
     "NoUsableCheckpointError",
     "Publication",
     "Save",

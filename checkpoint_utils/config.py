@@ -72,7 +72,7 @@ class CheckpointConfig:
     )
     write_checkpoints_asynchronously: bool = field(
         default=False,
-        metadata={"help": "train on while a copy of each rank's share is written (files only); it counts when it is on the disk"},
+        metadata={"help": "train on while a copy of each rank's share is written; it counts when it is on the disk"},
     )
     max_failed_saves: int = field(
         default=2,

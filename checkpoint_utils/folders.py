@@ -9,14 +9,11 @@ import shutil
 from typing import Any
 
 import checkpoint_file
-import distributed_utils
-from checkpoint_file import CheckpointError
-from checkpoint_utils.agreement import on_rank_0
-from checkpoint_utils.config import expand
-from checkpoint_utils.errors import hint_for, write_error
+from checkpoint_utils.errors import write_error
 from checkpoint_utils.facts import read_facts
 from checkpoint_utils.file_system import free_name, link_or_copy, lock, remove, sync_folder, unlink
 from checkpoint_utils.names import CheckpointName, is_linked_name, linked_name, temporary_name
+from checkpoint_utils.publishing import Publication
 
 logger = logging.getLogger(__name__)
 
@@ -27,23 +24,29 @@ def publish_checkpoint_folder(state: dict[str, Any], foldername: str | os.PathLi
     Every rank writes its part of it. Returns the bytes of all its files.
     Raises: on all ranks UnsavableValueError, CheckpointWriteError; `foldername` is then what it was before.
     """
-    path = expand(foldername).rstrip("/")
-    temporary, hold = (
-        os.path.join(os.path.dirname(path), on_rank_0(lambda: temporary_name(os.path.basename(path)), group)),
-        None,
-    )
-    try:
-        hold = on_rank_0(lambda: hold_folder(temporary, path), group, share=False)
-        nbytes = checkpoint_file.write_checkpoint_folder(state, temporary, group)
-        on_rank_0(lambda: put_in_place(temporary, path), group)
-        return nbytes
-    except CheckpointError as error:
-        raise type(error)(path, error.problem + hint_for(error.problem), error.record, error.rank) from error
-    finally:
-        if hold is not None:
-            os.close(hold)
-        if distributed_utils.get_rank(group) == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # where it was put in place there is none
+    with FolderPublication(state, os.fspath(foldername).rstrip("/"), group) as publication:
+        publication.write()
+        return publication.finish()
+
+
+class FolderPublication(Publication):
+    """A folder between its first byte and its name: the steps of a file's `Publication`, in which every rank writes a
+    file of its own.
+    """
+
+    _open_writer = staticmethod(checkpoint_file.open_folder_writer)
+
+    def _hold(self, name: str) -> str:
+        temporary = temporary_name(name)
+        self._temporary = os.path.join(self._folder, temporary)
+        self._open.callback(os.close, hold_folder(self._temporary, self.path))
+        return temporary
+
+    def _rename(self) -> None:
+        put_in_place(self._temporary, self.path)
+
+    def _remove_temporary(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def hold_folder(temporary: str, path: str) -> int:

@@ -44,11 +44,13 @@ class Publication:
         try:
             self._temporary = os.path.join(self._folder, on_rank_0(lambda: self._hold(name), group))
             with self._errors_under_its_name():
-                self._writer = checkpoint_file.open_writer(state, self._temporary, group)
+                self._writer = self._open_writer(state, self._temporary, group)
                 self._open.push(self._writer)
         except BaseException:
             self.close()
             raise
+
+    _open_writer = staticmethod(checkpoint_file.open_writer)
 
     def _hold(self, name: str) -> str:
         temporary = temporary_name(name)
@@ -89,6 +91,9 @@ class Publication:
         except OSError as error:
             raise write_error(self.path, error) from error
 
+    def _remove_temporary(self) -> None:
+        unlink(self._temporary)
+
     @contextlib.contextmanager
     def _errors_under_its_name(self) -> Iterator[None]:
         try:
@@ -102,7 +107,7 @@ class Publication:
             self.background.cancel()
         self._open.close()
         if distributed_utils.get_rank(self._group) == 0 and self._temporary:
-            unlink(self._temporary)  # where the rename was reached there is none
+            self._remove_temporary()  # where the rename was reached there is none
 
     def __enter__(self) -> Publication:
         return self

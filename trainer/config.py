@@ -456,11 +456,6 @@ def cross_problems(sections: Mapping[str, Any], cfg: DictConfig) -> list[str]:
         problems.append(
             "distributed_training.gather_in_half_precision=true needs a half precision: add common.bf16=true"
         )
-    if sections["distributed_training"].use_sharded_state and checkpoint.write_checkpoints_asynchronously:
-        problems.append(
-            "checkpoint.write_checkpoints_asynchronously=true writes files, no folders: leave it out, or add "
-            "distributed_training.use_sharded_state=false"
-        )
     return problems + _batch_size_problems(optimization, dataset) + _problems_without_validation(dataset, checkpoint, cfg)
 
 

@@ -602,10 +602,9 @@ class Trainer:
 
         `extra_state`: plain values and tensors that `load_checkpoint` gives back. Raises: as `state_to_save`.
         """
-        checkpoint = self.state_to_save(extra_state)
-        as_folder = self.use_sharded_state and not str(filename).endswith(".pt")
-        publish = checkpoint_utils.publish_checkpoint_folder if as_folder else checkpoint_utils.publish_checkpoint
-        return publish(checkpoint, filename, self.data_parallel_process_group)
+        with self.begin_checkpoint(filename, extra_state) as publication:
+            publication.write()
+            return publication.finish()
 
     def begin_checkpoint(
         self, filename: str, extra_state: Mapping[str, Any] | None = None
@@ -615,7 +614,9 @@ class Trainer:
         `extra_state`: plain values and tensors that `load_checkpoint` gives back. Raises: as `state_to_save`, and
             CheckpointError on all ranks if the file cannot be written or a value has no place in it.
         """
-        return checkpoint_utils.Publication(self.state_to_save(extra_state), filename, self.data_parallel_process_group)
+        as_folder = self.use_sharded_state and not str(filename).endswith(".pt")
+        publication = checkpoint_utils.FolderPublication if as_folder else checkpoint_utils.Publication
+        return publication(self.state_to_save(extra_state), filename, self.data_parallel_process_group)
 
     def state_to_save(self, extra_state: Mapping[str, Any] | None = None) -> dict:
         """`state_dict()` with the caller's `extra_state`, after it was found fit to be saved. All ranks call it.
