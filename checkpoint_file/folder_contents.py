@@ -94,7 +94,7 @@ class FolderSource(RecordSource):
     def mapped(self, name: str) -> Tensor:
         return self._files.mapped(self._file_of[name])
 
-    def skeleton(self) -> Any:
+    def skeleton(self, own_format: bool = True) -> Any:
         return self._skeleton
 
     def signature(self) -> tuple:

@@ -13,12 +13,14 @@ import torch
 
 import distributed_utils
 from checkpoint_file.archive import Place
+from checkpoint_file.dcp_metadata import METADATA
 from checkpoint_file.errors import CheckpointError, NotACheckpointError, agree_on_error
 from checkpoint_file.folder_contents import FolderSource, verify_folder
+from checkpoint_file.joined import verify_parts
+from checkpoint_file.kinds import open_source
 from checkpoint_file.nests import map_leaves
 from checkpoint_file.reading import CheckpointReader
 from checkpoint_file.skeleton import TensorRef, require_own_format
-from checkpoint_file.sources import open_source
 from checkpoint_file.verifying import verify_file
 
 logger = logging.getLogger(__name__)
@@ -29,10 +31,10 @@ def open_local_checkpoint(
 ) -> CheckpointReader:
     """As `open_checkpoint`, for this process alone: nothing in it is collective."""
     path = os.fspath(path)
-    is_folder = os.path.isdir(path)
+    is_folder = is_dcp_folder(path)
     source = (FolderSource if is_folder else open_source)(path, read_method)
     try:
-        skeleton = source.skeleton()
+        skeleton = source.skeleton(own_format)
         if own_format:
             require_own_format(skeleton, path)
     except NotACheckpointError as error:
@@ -130,4 +132,13 @@ def described_reader(path: str, plain: Any, refs: list[tuple], places: list[tupl
 
 def verify_checkpoint(path: str | os.PathLike) -> list[str]:
     """Read every byte of a file or folder and return what is wrong with it, a sentence each ([]: nothing)."""
-    return verify_folder(path) if os.path.isdir(path) else verify_file(path)
+    if is_dcp_folder(path):
+        return verify_folder(path)
+    return verify_parts(os.fspath(path), verify_file) if os.path.isdir(path) else verify_file(path)
+
+
+def is_dcp_folder(path: str | os.PathLike) -> bool:
+    """Whether a folder of torch.distributed.checkpoint lies there, whole or not; others are files that belong together."""
+    if not os.path.isdir(path):
+        return False
+    return any(name == METADATA or name.endswith(".distcp") for name in os.listdir(path))

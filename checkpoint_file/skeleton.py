@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from checkpoint_file.archive import Place
 from checkpoint_file.errors import CheckpointDamagedError, NotACheckpointError
 from checkpoint_file.nests import type_name
+from checkpoint_file.stand_ins import RefusedName, as_plain, find_data
 
 FORMAT_VERSION = 1
 
@@ -54,14 +56,19 @@ class _StorageRef:
 
 
 class _SkeletonUnpickler(pickle.Unpickler):
-    """Reads data.pkl without making a tensor. Only the names below mean anything; all others are refused by name."""
+    """Reads data.pkl without making a tensor. Only the names below mean anything; all others are refused by name.
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+    find_other: what the names mean that are not below, in files of other programs (stand_ins.find_data).
+    """
+
+    def __init__(self, file: Any, find_other: Callable[[str, str], Any] | None = None) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._find_other = find_other
         self.sizes: dict[str, int] = {}  # bytes that each record must have at least
 
     def find_class(self, module: str, name: str) -> Any:
         known = {
+            ("torch._utils", "_rebuild_tensor"): self.tensor,
             ("torch._utils", "_rebuild_tensor_v2"): self.tensor,
             ("torch._utils", "_rebuild_tensor_v3"): self.tensor_of_dtype,
             ("torch._utils", "_rebuild_parameter"): self.parameter,
@@ -77,9 +84,19 @@ class _SkeletonUnpickler(pickle.Unpickler):
             return known[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module == "torch" and name in storage_dtypes():
+        if module in ("torch", "torch.cuda") and name in storage_dtypes():
             return storage_dtypes()[name]
-        raise UnknownClass(f"{module}.{name}")
+        if self._find_other is not None:
+            if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+                return self.tensor_with_attributes
+            return self._find_other(module, name)
+        raise RefusedName(f"{module}.{name}")
+
+    def tensor_with_attributes(self, rebuild: Any, _: Any, arguments: tuple, __: Any) -> Any:
+        """A tensor with attributes of its own, or of a subclass: the tensor."""
+        if getattr(rebuild, "__func__", None) not in (type(self).tensor, type(self).tensor_of_dtype):
+            raise RefusedName(f"torch._tensor._rebuild_from_type_v2 of {rebuild!r}")
+        return rebuild(*arguments)
 
     def persistent_load(self, saved_id: Any) -> _StorageRef:
         _, dtype, key, _, count = saved_id
@@ -107,10 +124,6 @@ class _SkeletonUnpickler(pickle.Unpickler):
         return tuple(sizes)
 
 
-class UnknownClass(pickle.UnpicklingError):
-    pass
-
-
 def storage_dtypes() -> dict[str, torch.dtype]:
     names = {
         "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
@@ -120,20 +133,26 @@ def storage_dtypes() -> dict[str, torch.dtype]:
     return {f"{name}Storage": dtype for name, dtype in names.items()}
 
 
-def parse_skeleton(data: bytes, places: dict[str, Place], path: str) -> Any:
-    reader = _SkeletonUnpickler(data)
-    try:
-        skeleton = reader.load()
-    except UnknownClass as unknown:
-        problem = f"holds objects of {unknown}, which is neither a tensor nor plain data; nothing of it was run"
-        raise NotACheckpointError(path, problem) from None
-    except Exception as error:  # whatever a pickle of another make can raise: its bytes are as they were written
-        problem = f"its record data.pkl cannot be read ({type(error).__name__}: {error})"
-        raise NotACheckpointError(path, problem) from error
+def parse_skeleton(data: bytes, places: dict[str, Place], path: str, own_format: bool = True) -> Any:
+    """What data.pkl says. own_format: objects of other people's classes are refused, not read as plain data."""
+    reader = _SkeletonUnpickler(io.BytesIO(data), None if own_format else find_data)
+    skeleton = unpickled(reader, path, "its record data.pkl")
     for record, nbytes in reader.sizes.items():
         if record not in places or places[record].nbytes < nbytes:
             raise CheckpointDamagedError(path, f"record {record} is missing or too short", record)
-    return skeleton
+    return skeleton if own_format else as_plain(skeleton)
+
+
+def unpickled(reader: _SkeletonUnpickler, path: str, what: str) -> Any:
+    """The object that the reader comes to next. Raises: NotACheckpointError, saying which name was refused."""
+    try:
+        return reader.load()
+    except RefusedName as refused:
+        problem = f"holds objects of {refused}, which is neither a tensor nor plain data; nothing of it was run"
+        raise NotACheckpointError(path, problem) from None
+    except Exception as error:  # whatever a pickle of another make can raise: its bytes are as they were written
+        problem = f"{what} cannot be read ({type(error).__name__}: {error})"
+        raise NotACheckpointError(path, problem) from error
 
 
 def require_own_format(skeleton: Any, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint come from: a file that is read by offset or mapped, or an old one held in memory."""
+"""Where the bytes of a checkpoint come from: a file that is read by offset or mapped."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_file.archive import NO_CHECKSUM, Place, crc32, read_directory
+from checkpoint_file.archive import Place, crc32, read_directory
 from checkpoint_file.errors import CheckpointDamagedError, NotACheckpointError, cannot_read
-from checkpoint_file.nests import leaves, map_leaves, tensor_in
 from checkpoint_file.skeleton import TensorRef, parse_skeleton
 
 READ_METHODS = ("auto", "mmap", "pread")
@@ -88,8 +87,8 @@ class RecordSource:
         self._stored = None
 
 
-class FileSource(RecordSource):
-    """The bytes of a zip checkpoint."""
+class OneFileSource(RecordSource):
+    """Records of one file. `_look` finds them."""
 
     def __init__(self, path: str, read_method: str = "auto") -> None:
         super().__init__(read_method)
@@ -97,13 +96,14 @@ class FileSource(RecordSource):
         self._map: Tensor | None = None
         self._fd: int | None = open_file(path)
         try:
-            self.places, _ = read_directory(self._fd, path)
-            self.pickle = self.read_checked("data.pkl")
-            if "byteorder" in self.places and self.read_checked("byteorder") != b"little":
-                raise NotACheckpointError(path, "is of a big-endian machine, whose byte order is not read here")
+            self._look()
         except BaseException:
             self.close()
             raise
+
+    def _look(self) -> None:
+        """Fill `places`."""
+        raise NotImplementedError
 
     def opened(self, name: str) -> contextlib.AbstractContextManager[int]:
         return contextlib.nullcontext(self._fd)
@@ -113,20 +113,6 @@ class FileSource(RecordSource):
             self._map = map_file(self._fd)
         return self._map
 
-    def read_checked(self, name: str) -> bytes:
-        place = self.places[name]
-        data = os.pread(self._fd, place.nbytes, place.offset)
-        if len(data) != place.nbytes or crc32(data) != place.crc:
-            problem = f"record {name} does not have the checksum it was written with"
-            raise CheckpointDamagedError(self.path, problem, name)
-        return data
-
-    def skeleton(self) -> Any:
-        return parse_skeleton(self.pickle, self.places, self.path)
-
-    def signature(self) -> tuple:
-        return len(self.pickle), crc32(self.pickle), crc32(repr(sorted(map(str, self.places.values()))).encode())
-
     def close(self) -> None:
         super().close()
         self._map = None
@@ -135,63 +121,29 @@ class FileSource(RecordSource):
             self._fd = None
 
 
-class MemorySource:
-    """A file of torch's layout before 1.6, which can be neither mapped nor checked: loaded whole, on this rank."""
+class FileSource(OneFileSource):
+    """The bytes of a zip checkpoint."""
 
-    def __init__(self, path: str) -> None:
-        try:
-            nest = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises whatever the pickle leads it into
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            problem = f"looks like a file of torch's old layout, and torch.load(weights_only=True) refuses it: {reason}"
-            raise NotACheckpointError(path, problem) from error
-        self._nest = map_leaves(nest, (torch.Size,), tuple)
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in leaves(self._nest, (Tensor,))}
-        self._storages = {f"memory/{key}": storage for key, storage in storages.items()}
-        self.places = {name: Place(name, 0, storage.nbytes(), NO_CHECKSUM) for name, storage in self._storages.items()}
+    def _look(self) -> None:
+        self.places, _ = read_directory(self._fd, self.path)
+        self.pickle = self.read_checked("data.pkl")
+        if "byteorder" in self.places and self.read_checked("byteorder") != b"little":
+            raise NotACheckpointError(self.path, "is of a big-endian machine, whose byte order is not read here")
 
-    def skeleton(self) -> Any:
-        def describe(t: Tensor) -> TensorRef:
-            record = f"memory/{t.untyped_storage()._cdata}"
-            return TensorRef(t.dtype, tuple(t.shape), record, t.storage_offset() * t.element_size(), t.stride())
+    def read_checked(self, name: str) -> bytes:
+        place = self.places[name]
+        data = os.pread(self._fd, place.nbytes, place.offset)
+        if len(data) != place.nbytes or crc32(data) != place.crc:
+            problem = f"record {name} does not have the checksum it was written with"
+            raise CheckpointDamagedError(self.path, problem, name)
+        return data
 
-        return map_leaves(self._nest, (Tensor,), describe)
+    def skeleton(self, own_format: bool = True) -> Any:
+        """Names and containers. own_format: objects of other people's classes are refused, not read as plain data."""
+        return parse_skeleton(self.pickle, self.places, self.path, own_format)
 
     def signature(self) -> tuple:
-        return tuple(place.nbytes for place in self.places.values())
-
-    def read(self, name: str, begin: int, end: int) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8).set_(self._storages[name])[begin:end]
-
-    def read_into(self, name: str, begin: int, memory: memoryview) -> None:
-        torch.frombuffer(memory, dtype=torch.uint8).copy_(self.read(name, begin, begin + len(memory)))
-
-    def stored(self, ref: TensorRef) -> Tensor:
-        return tensor_in(self._storages[ref._record], ref.dtype, ref._offset, ref.shape, ref._stride)
-
-    def close(self) -> None:
-        self._nest, self._storages = None, {}
-
-
-def open_source(path: str, read_method: str = "auto") -> FileSource | MemorySource:
-    fd = open_file(path)
-    try:
-        size, start = os.fstat(fd).st_size, os.pread(fd, 64, 0)
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    finally:
-        os.close(fd)
-    if size == 0:
-        raise CheckpointDamagedError(path, "is empty (0 bytes)")
-    if start.startswith(b"PK\x03\x04"):
-        return FileSource(path, read_method)
-    if start.startswith(b"\x80"):
-        return MemorySource(path)
-    if not any(start):
-        raise CheckpointDamagedError(path, f"begins with zeros ({size:,} bytes): it was never written to the disk")
-    if all(32 <= byte < 127 or byte in b"\t\r\n" for byte in start):
-        raise NotACheckpointError(path, f"is a text file; it begins with {start[:24].decode()!r}")
-    raise NotACheckpointError(path, f"is no file of torch.save; it begins with the bytes {start[:8].hex(' ')}")
+        return len(self.pickle), crc32(self.pickle), crc32(repr(sorted(map(str, self.places.values()))).encode())
 
 
 def open_file(path: str) -> int:

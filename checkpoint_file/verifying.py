@@ -7,8 +7,10 @@ import os
 from checkpoint_file import archive
 from checkpoint_file.archive import Place, crc32
 from checkpoint_file.errors import CheckpointError, NotACheckpointError, cannot_read
-from checkpoint_file.skeleton import UnknownClass
-from checkpoint_file.sources import FileSource, MemorySource, open_source
+from checkpoint_file.kinds import open_source
+from checkpoint_file.other_layouts import UncheckedSource
+from checkpoint_file.sources import FileSource
+from checkpoint_file.stand_ins import RefusedName
 
 
 def verify_file(path: str | os.PathLike) -> list[str]:
@@ -23,13 +25,13 @@ def verify_file(path: str | os.PathLike) -> list[str]:
         return [str(error)]
     problems = []
     try:
-        if isinstance(source, MemorySource):
-            return [f"{path}: its layout (torch before 1.6) has no checksums, so that nothing can be verified"]
+        if isinstance(source, UncheckedSource):  # its structure was read and is sound
+            return [f"{path}: its layout has no checksums, so that its bytes cannot be verified"]
         for name, place in source.places.items():
             problems += record_problems(source, place)
-        source.skeleton()
+        source.skeleton(own_format=False)
     except NotACheckpointError as error:
-        problems += [] if isinstance(error.__context__, UnknownClass) else [str(error)]
+        problems += [] if isinstance(error.__context__, RefusedName) else [str(error)]
     except CheckpointError as error:
         problems.append(str(error))
     finally:
