@@ -1,7 +1,7 @@
 """How long a save blocks training, over a bare parallel write and fsync of the same bytes; and what others take.
 
     python benchmarks/save.py --ranks 2 --mib 1024
-    python benchmarks/save.py --ranks 2 --against folder dcp    # and distributed_training.use_sharded_state
+    python benchmarks/save.py --ranks 2 --form folder           # distributed_training.use_sharded_state
     python benchmarks/save.py --ranks 2 --mib 1024 --async      # over one warm copy of the rank's own part
 
 The state is a model that every rank has whole (a third) and two moments that are sharded over the ranks. Each turn
@@ -112,7 +112,13 @@ def save_durably(state: dict | None, path: str) -> None:
         os.fsync(file.fileno())
 
 
-def contestants(state: State, folder: str) -> dict:
+FORMS = {
+    "file": (checkpoint_utils.Publication, "ours.pt"),
+    "folder": (checkpoint_utils.FolderPublication, "ours"),
+}
+
+
+def contestants(state: State, folder: str, form: str) -> dict:
     own = memoryview(torch.randn(state.own_bytes() // 4).view(torch.uint8).numpy())
     whole, sharded = state.whole(), state.sharded()
 
@@ -124,23 +130,30 @@ def contestants(state: State, folder: str) -> dict:
     tensors = state.dtensors() if state.ranks > 1 else whole
     return {
         "raw": lambda: write_raw(f"{folder}/raw", own, state.rank * len(own)),
-        "ours": lambda: checkpoint_utils.publish_checkpoint(sharded, f"{folder}/ours.pt"),
-        "folder": lambda: checkpoint_utils.publish_checkpoint_folder(sharded, f"{folder}/ours"),
+        "ours": lambda: publish(sharded, folder, form),
         "torch.save": lambda: save_durably(whole, f"{folder}/torch.pt"),
         "fairseq": lambda: save_durably(state.gathered(), f"{folder}/fairseq.pt"),
         "dcp": dcp,
     }
 
 
+def publish(state: dict, folder: str, form: str) -> None:
+    kind, name = FORMS[form]
+    with kind(state, f"{folder}/{name}") as publication:
+        publication.write()
+        publication.finish()
+
+
 class Blocked:
     """The seconds for which an asynchronous save blocks training: its beginning, with the copy, and its end."""
 
-    def __init__(self, state: State, folder: str) -> None:
-        self.state, self.path, self.buffer = state.sharded(), f"{folder}/ours.pt", HostBuffer()
+    def __init__(self, state: State, folder: str, form: str) -> None:
+        self.kind, name = FORMS[form]
+        self.state, self.path, self.buffer = state.sharded(), f"{folder}/{name}", HostBuffer()
 
     def __call__(self) -> float:
         begun = time.perf_counter()
-        publication = checkpoint_utils.Publication(self.state, self.path)
+        publication = self.kind(self.state, self.path)
         publication.write_in_background(self.buffer)
         blocked = time.perf_counter() - begun
         publication.background.wait()  # while training goes on
@@ -213,9 +226,9 @@ def run_rank(rank: int, ranks: int, port: int, args: argparse.Namespace, folder:
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     state = State(args.mib, rank, ranks)
     if args.asynchronous:
-        acts = {"copy": Copy(state), "ours": Blocked(state, folder)}
+        acts = {"copy": Copy(state), "ours": Blocked(state, folder, args.form)}
     else:
-        acts = contestants(state, folder)
+        acts = contestants(state, folder, args.form)
         acts = {name: act for name, act in acts.items() if name in ("raw", "ours", *args.against)}
     times = take_turns(acts, args.turns, folder, rank, ranks)
     if rank == 0:
@@ -232,6 +245,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--async", dest="asynchronous", action="store_true")
     parser.add_argument("--folder", default=None, help="on the disk to measure; the system's temporary one by default")
+    parser.add_argument("--form", choices=list(FORMS), default="file", help="what ours saves")
     parser.add_argument("--against", nargs="*", default=["torch.save", "fairseq", "dcp"])
     args = parser.parse_args()
     with socket.socket() as probe:
