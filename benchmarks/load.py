@@ -1,4 +1,4 @@
-"""Time and memory of loading one file on several ranks, by both ways of reading, over what else could be done.
+"""Time and memory of loading one file, or the folder of sharded ranks, on several ranks, by both ways of reading, over what else could be done.
 
     python benchmarks/load.py --ranks 2 --mib 256
 
@@ -42,6 +42,7 @@ BLOCK = {"qkv": (3 * WIDTH, WIDTH), "proj": (WIDTH, WIDTH), "up": (4 * WIDTH, WI
 GOALS = {
     "all ranks / raw": 1.2, "all ranks / torch.load": 1.0, "all ranks / DCP": 1.0, "all ranks, sharded / raw": 1.2,
     "from rank 0 / floor": 1.2, "from rank 0, sharded / floor": 1.2, "from rank 0 / fairseq's": 0.5,
+    "folder / raw": 1.2, "folder / DCP": 1.0, "folder, sharded / raw": 1.2, "folder from rank 0 / floor": 1.2,
 }  # fmt: skip
 
 
@@ -145,6 +146,7 @@ def contenders(folder: str, module: State) -> dict[str, Callable[[], None]]:
         "all ranks": lambda: ours(path, state, True),
         "raw": lambda: raw(path, whole),
         "torch.load": lambda: torch_load(path, module),
+        "folder": lambda: ours(f"{folder}/folder", state, True),
         "DCP": lambda: dcp_load(str(Path(folder, "dcp")), module),
     }
     if dist.get_world_size() > 1:
@@ -153,6 +155,8 @@ def contenders(folder: str, module: State) -> dict[str, Callable[[], None]]:
             "raw, sharded": lambda: raw(path, parts),
             "from rank 0": lambda: ours(path, state, False),
             "from rank 0, sharded": lambda: ours(path, shards, False),
+            "folder, sharded": lambda: ours(f"{folder}/folder", shards, True),
+            "folder from rank 0": lambda: ours(f"{folder}/folder", state, False),
             "floor": lambda: floor([flat_bytes(state)], 8 << 20),
             "floor, 32 MiB": lambda: floor([flat_bytes(state)], 32 << 20),
             "fairseq's": lambda: fairseqs(path, module),
@@ -219,6 +223,8 @@ def rank_main(rank: int, ranks: int, port: int, folder: str, mib: int, turns: in
             {"format_version": 1, "model": {k: v.clone() for k, v in module.state_dict().items()}}, Path(folder, "a.pt")
         )
     dcp.save(module.state_dict(), checkpoint_id=str(Path(folder, "dcp")))
+    shards = {name: shard(tensor) for name, tensor in module.state_dict().items()}
+    checkpoint_file.write_checkpoint_folder({"format_version": 1, "model": shards}, f"{folder}/folder")
     in_one_storage(module)
     dist.barrier()
     acts = contenders(folder, module)
@@ -246,7 +252,7 @@ def report(times: dict[str, list[tuple[float, float]]], peaks: dict[str, int], r
         times["floor"] = min(times["floor"], times["floor, 32 MiB"], key=median)
     for pair, goal in GOALS.items():
         mine, other = pair.split(" / ")
-        peer = "raw, sharded" if mine == "all ranks, sharded" else other
+        peer = "raw, sharded" if pair.endswith("sharded / raw") else other
         if mine in times and peer in times:
             ratio, busy = (median(a[i] / b[i] for a, b in zip(times[mine], times[peer])) for i in (0, 1))
             print(f"  {pair:28} {ratio:.2f} (goal {goal}); of processor time {busy:.2f}", flush=True)

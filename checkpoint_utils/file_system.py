@@ -22,6 +22,7 @@ except ImportError:  # not on this system: who writes a temporary file cannot be
 logger = logging.getLogger(__name__)
 
 LARGE_FILE_BYTES = 16 << 20
+MOST_FREED_LATER = 64  # files of one folder: each is a descriptor
 
 
 class held:
@@ -51,20 +52,26 @@ def lock(fd: int) -> bool:
 
 
 @contextlib.contextmanager
-def freed_later(path: str) -> Iterator[None]:
-    """While open, a large file at `path` may lose its name; its bytes are freed by a thread, for nobody to wait for.
+def freed_later(*paths: str) -> Iterator[None]:
+    """While open, large files at `paths` may lose their names; their bytes are freed by a thread, which nobody waits for.
 
     Freeing a gigabyte takes a quarter of a second, which was most of the time that an asynchronous save blocked.
     """
-    fd = None
-    with contextlib.suppress(OSError):
-        if os.stat(path).st_size >= LARGE_FILE_BYTES:
-            fd = os.open(path, os.O_RDONLY)
+    fds = []
+    for path in paths[:MOST_FREED_LATER]:
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_size >= LARGE_FILE_BYTES:
+                fds.append(os.open(path, os.O_RDONLY))
     try:
         yield
     finally:
-        if fd is not None:
-            threading.Thread(target=os.close, args=(fd,), name="freeing a file", daemon=True).start()
+        if fds:
+            threading.Thread(target=close_all, args=(fds,), name="freeing a file", daemon=True).start()
+
+
+def close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -115,7 +122,8 @@ def remove(path: str) -> None:
         temporary = os.path.join(folder, temporary_name(name))
         os.rename(path, temporary)
         path = temporary
-    shutil.rmtree(path)
+    with freed_later(*(entry.path for entry in os.scandir(path))):
+        shutil.rmtree(path)
 
 
 def free_name(path: str) -> str:
