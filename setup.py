@@ -26,13 +26,14 @@ setup(
         "images": ["pillow>=10"],
         "tensorboard": ["tensorboard>=2.14"],
         "wandb": ["wandb>=0.16"],
-        "test": ["pytest>=8", "hypothesis>=6", "psutil>=5"],
+        "test": ["pytest>=8", "hypothesis>=6", "psutil>=5", "safetensors>=0.4"],  # the last one reads what we export
     },
     entry_points={
         "console_scripts": [
             "fairtrain=trainer.__main__:main",
             "fairtrain-sample=trainer.tasks.sample:main",
             "fairtrain-plot=trainer.plot:main",
+            "fairtrain-checkpoint=trainer.tools.checkpoint:main",
         ]
     },
 )

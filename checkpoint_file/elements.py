@@ -18,7 +18,7 @@ from checkpoint_file.nests import ShardedTensor, flat_pieces
 from checkpoint_file.skeleton import TensorRef
 from checkpoint_file.verifying import record_problems
 
-COPIED_BYTES = 32 << 20  # pieces of a reader that offers no bytes of its own, only `copy`
+COPIED_BYTES = 16 << 20  # pieces of a reader that offers no bytes of its own, only `copy`
 
 
 class ElementReader:

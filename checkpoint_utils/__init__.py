@@ -14,7 +14,7 @@ from checkpoint_utils.folders import FolderPublication, publish_checkpoint_folde
 from checkpoint_utils.loading import load_checkpoint, load_own_checkpoint
 from checkpoint_utils.names import CheckpointName, checkpoint_names, stale_checkpoints
 from checkpoint_utils.publishing import Publication, publish_checkpoint
-from checkpoint_utils.retention import prune_checkpoints, remove_stale_temporaries
+from checkpoint_utils.retention import prune_checkpoints, remove_stale_temporaries, stale_paths
 from checkpoint_utils.saving import Save, SavedCheckpoint, begin_save, save_checkpoint
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "resets_to_apply",
     "save_checkpoint",
     "stale_checkpoints",
+    "stale_paths",
     "verify_checkpoint",
 ]

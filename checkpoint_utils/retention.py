@@ -35,15 +35,8 @@ def prune_checkpoints(
     none of the names in `but`. A file that cannot be deleted stays, with a warning.
     """
     save_dir = expand(save_dir)
-    names = os.listdir(save_dir) if os.path.isdir(save_dir) else []
-    if run_id is not None and stale_checkpoints(names, cfg, rank_too):  # ask the files only where it matters
-        prunable = [
-            n for n in names if (name := CheckpointName.parse(n)) and name.kind in ("update", "epoch", "ranked")
-        ]
-        names = [name for name in prunable if written_by(os.path.join(save_dir, name)) == run_id]
     removed = []
-    stale = [name for name in stale_checkpoints(names, cfg, rank_too) if name not in but]
-    for path in [os.path.join(save_dir, name) for name in stale] + replaced_in_the_other_form(save_dir, but, run_id):
+    for path in stale_paths(save_dir, cfg, run_id, rank_too, but) + replaced_in_the_other_form(save_dir, but, run_id):
         try:
             keep_what_links_name(path)
             remove(path)
@@ -52,6 +45,20 @@ def prune_checkpoints(
             logger.warning("%s: no longer kept, but cannot be deleted: %s", path, error)
     remove_folders_without_link(save_dir)
     return removed
+
+
+def stale_paths(
+    save_dir: str, cfg: Any, run_id: str | None, rank_too: bool = True, but: Iterable[str] = ()
+) -> list[str]:
+    """What retention no longer keeps; nothing is deleted. Arguments as of `prune_checkpoints`."""
+    save_dir = expand(save_dir)
+    names = os.listdir(save_dir) if os.path.isdir(save_dir) else []
+    if run_id is not None and stale_checkpoints(names, cfg, rank_too):  # ask the files only where it matters
+        prunable = [
+            n for n in names if (name := CheckpointName.parse(n)) and name.kind in ("update", "epoch", "ranked")
+        ]
+        names = [name for name in prunable if written_by(os.path.join(save_dir, name)) == run_id]
+    return [os.path.join(save_dir, name) for name in stale_checkpoints(names, cfg, rank_too) if name not in but]
 
 
 def replaced_in_the_other_form(save_dir: str, saved: Iterable[str], run_id: str | None) -> list[str]:

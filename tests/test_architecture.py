@@ -33,6 +33,8 @@ def layer(module: str) -> int:
         module = "trainer.tasks"
     elif module in ("trainer.compose", "trainer.resume_folder", "trainer.sweep", "trainer.__main__", "trainer.plot"):
         module = "trainer.cli"  # commands
+    elif module.startswith("trainer.tools"):
+        module = "trainer.cli"
     elif module.startswith("trainer") and module not in ABOVE_THE_PARTS:
         module = "parts"
     elif module not in ABOVE_THE_PARTS:

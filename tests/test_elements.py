@@ -72,7 +72,10 @@ def test_a_changed_byte_is_noticed_by_whoever_reads_its_tensor(tmp_path, key):
     data = bytearray(path.read_bytes())
     data[place.offset + place.nbytes - 1] ^= 1
     path.write_bytes(data)
-    with open_local_checkpoint(path, own_format=False) as reader, pytest.raises(CheckpointDamagedError, match=ref._record):
+    with (
+        open_local_checkpoint(path, own_format=False) as reader,
+        pytest.raises(CheckpointDamagedError, match=ref._record),
+    ):
         for _ in ElementReader(reader).pieces(reader.skeleton[key]):
             pass
 

@@ -1,0 +1,65 @@
+"""What tools print: tables, numbers with their units, JSON. Must not know: checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+WIDEST = 60  # characters of a cell
+
+
+def table(rows: Sequence[Sequence[Any]], header: Sequence[str], indent: str = "  ") -> list[str]:
+    """Lines with aligned columns; numbers stand right."""
+    cells = [[_short(str(cell)) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    right = [
+        all(isinstance(row[i], (int, float)) or _is_number(str(row[i])) for row in rows) for i in range(len(header))
+    ]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.rjust(width) if is_right else cell.ljust(width) for cell, width, is_right in zip(row, widths, right)
+        ]
+        lines.append((indent + "  ".join(padded)).rstrip())
+    return lines
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"
+
+
+def _is_number(text: str) -> bool:
+    return bool(text) and text[0] in "-+.0123456789" and not text.startswith("--")
+
+
+def size(nbytes: int) -> str:
+    """1234567 to '1.2 MB'."""
+    value = float(nbytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{nbytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def as_json(value: Any) -> str:
+    """Standard JSON: what is not finite is text, as in log.jsonl; what has no place in JSON is its own text."""
+    return json.dumps(plain(value), indent=1)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def first(names: Iterable[str], count: int = 10) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:count]) + (f", and {len(names) - count} more" if len(names) > count else "")
