@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from checkpoint_file.archive import NO_CHECKSUM, Place, crc32, crc32_combine
+from checkpoint_file.archive import NO_CHECKSUM, Place, crc32_combine
 from checkpoint_file.errors import CheckpointDamagedError
 from checkpoint_file.filling import Interval
 
@@ -27,6 +27,11 @@ def share_out(
     needs: ascending, apart, the bytes that each reader reads. Bytes that several read go to the one with the smallest
     of `loads`, which counts bytes and is kept up; bytes that nobody reads go to one of `for_gaps` in the same way.
     """
+    spans = sorted((begin, end, reader) for reader, own in enumerate(needs) for begin, end in own)
+    if [begin for begin, _, _ in spans] + [nbytes] == [0] + [end for _, end, _ in spans]:  # each byte has its reader
+        for begin, end, reader in spans:
+            loads[reader] += end - begin
+        return list(needs)
     edges = [(at, reader, True) for reader, own in enumerate(needs) for at, _ in own]
     edges += [(at, reader, False) for reader, own in enumerate(needs) for _, at in own]
     slices: list[list[Interval]] = [[] for _ in needs]
@@ -46,17 +51,16 @@ def share_out(
     return slices
 
 
-def checked_parts(slices: list[Interval], begin: int, data: memoryview) -> list[tuple[int, int, int]]:
-    """(begin, end, CRC-32) of what `slices` want of `data`, which are a record's bytes from `begin` on."""
-    parts = []
-    end = begin + len(data)
+def marked(slices: list[Interval], begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
+    """The bytes [begin, end) of a record, cut where one of `slices` begins or ends, and whether it is of them."""
     at = max(0, bisect_right(slices, (begin,)) - 1)
-    while at < len(slices) and slices[at][0] < end:
-        low, high = max(begin, slices[at][0]), min(end, slices[at][1])
-        if low < high:
-            parts.append((low, high, crc32(data[low - begin : high - begin])))
-        at += 1
-    return parts
+    while begin < end:
+        while at < len(slices) and slices[at][1] <= begin:
+            at += 1
+        first, last = slices[at] if at < len(slices) else (end, end)
+        stop = min(end, last if first <= begin else first)
+        yield begin, stop, first <= begin < last
+        begin = stop
 
 
 class Checksums:

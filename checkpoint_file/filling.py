@@ -148,16 +148,16 @@ class Plan:
             if ref.nbytes and isinstance(target, Tensor):
                 self.whole[ref._record].append(ref.span())
                 self.whole_uses[ref._record].append(use_of_whole(ref, target))
-        self._add_pieces(pieces)
-        self._add_own_uses()
+        in_order = [isinstance(target, ShardedTensor) and is_in_file_order(ref, target) for ref, target in pairs]
+        self._add_pieces(pieces, in_order)
+        self._add_own_uses(in_order)
         self.whole = {name: merged(intervals) for name, intervals in self.whole.items()}
         self.sharded = [{name: merged(one) for name, one in rank.items()} for rank in self.sharded]
         used = {ref._record for ref, _ in pairs if ref.nbytes}
         self.names = [name for name in places if name in used]
         self.rank = rank
 
-    def _add_pieces(self, pieces: list[np.ndarray]) -> None:
-        in_order = [isinstance(target, ShardedTensor) and is_in_file_order(ref, target) for ref, target in self.pairs]
+    def _add_pieces(self, pieces: list[np.ndarray], in_order: list[bool]) -> None:
         for rank, rows in enumerate(pieces):
             for pair, begin, end in rows.tolist():
                 ref = self.pairs[pair][0]
@@ -167,9 +167,9 @@ class Plan:
                 else:
                     self.scattered[rank].append(Scattered(pair, begin, end))
 
-    def _add_own_uses(self) -> None:
-        for ref, target in self.pairs:
-            if isinstance(target, ShardedTensor) and is_in_file_order(ref, target):
+    def _add_own_uses(self, in_order: list[bool]) -> None:
+        for (ref, target), is_range in zip(self.pairs, in_order):
+            if is_range:
                 for begin, values in target.pieces:
                     if values.numel():
                         use = Use(ref.dtype, values.detach(), ref._offset + begin * ref.dtype.itemsize)
@@ -190,6 +190,8 @@ class Plan:
 
 def merged(intervals: list[Interval]) -> list[Interval]:
     """The same bytes as ascending intervals that neither touch nor overlap."""
+    if len(intervals) < 2:
+        return [one for one in intervals if one[0] < one[1]]
     result: list[Interval] = []
     for begin, end in sorted(intervals):
         if begin >= end:

@@ -5,8 +5,8 @@ bounded pieces, each checked on its way. Every rank reads, or rank 0 reads and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 import distributed_utils
 from checkpoint_file import archive
-from checkpoint_file.archive import NO_CHECKSUM, Place
-from checkpoint_file.checksums import Checksums, checked_parts, share_out
-from checkpoint_file.errors import CheckpointError, agree_on_error, cannot_read
+from checkpoint_file.archive import NO_CHECKSUM, Place, crc32
+from checkpoint_file.checksums import Checksums, marked, share_out
+from checkpoint_file.errors import CheckpointError, agree_on_error, cannot_read, decided_by_rank_0
 from checkpoint_file.filling import (
     Interval,
     Plan,
@@ -32,7 +32,7 @@ from checkpoint_file.nests import ShardedTensor, empty_storage, flat_pieces, lea
 from checkpoint_file.sending import Message, Stream
 from checkpoint_file.skeleton import TensorRef
 
-THREAD_BYTES = 256 << 10  # less is read sooner than it is handed to a thread
+JOB_CHUNKS = 8  # that a thread reads and checks before it looks for more
 
 
 class CheckpointReader:
@@ -64,12 +64,16 @@ class CheckpointReader:
         """
         with torch.no_grad():
             pairs = list(stored_pairs(pairs))
-            told = self._gathered(lambda: own_pieces(pairs).tobytes())
-            pieces = [np.frombuffer(one, dtype=np.int64).reshape(-1, 3) for one in told]
+            pieces = self._pieces_of_all(pairs)
             rank = 0 if self._alone else distributed_utils.get_rank(self._group)
             checksums: list[Checksums] = []
-            checked = self._gathered(lambda: self._fill(Plan(pairs, self._places, pieces, rank), checksums))
-            checksums[0].merge(checked)
+            checked, error = self._tried(lambda: self._fill(Plan(pairs, self._places, pieces, rank), checksums))
+            if not self._alone:
+                decided_by_rank_0(error, checked, lambda told: checksums[0].merge(told), self._group)
+            elif error is not None:
+                raise error
+            else:
+                checksums[0].merge([checked])
 
     def materialize(self, nest: Any) -> Any:
         """The nest with CPU tensors in the place of its TensorRefs; what shares memory in the file shares it here."""
@@ -89,24 +93,24 @@ class CheckpointReader:
 
         return map_leaves(nest, (TensorRef,), build)
 
-    def _gathered(self, do: Callable[[], bytes]) -> list[bytes]:
-        """What `do` gives on each rank; raises on all ranks if it failed on one."""
-        error: Exception | None = None
-        given: bytes | None = None
-        try:
-            given = do()
-        except OSError as problem:
-            error = problem if isinstance(problem, CheckpointError) else cannot_read(self.path, problem)
-        except Exception as problem:  # whatever it is, the other ranks wait for the agreement below
-            error = problem
-        if self._alone:
-            if error is not None:
-                raise error
-            return [given]
-        told = distributed_utils.all_gather_list(given, self._group)
+    def _pieces_of_all(self, pairs: list[tuple[TensorRef, Tensor | ShardedTensor]]) -> list[np.ndarray]:
+        """What each rank wants of the sharded targets."""
+        mine, error = self._tried(lambda: own_pieces(pairs).tobytes())
+        if self._alone and error is not None:
+            raise error
+        told = [mine] if self._alone else distributed_utils.all_gather_list(mine, self._group)
         if None in told:
             agree_on_error(error, self._group)
-        return told
+        return [np.frombuffer(one, dtype=np.int64).reshape(-1, 3) for one in told]
+
+    def _tried(self, do: Callable[[], bytes]) -> tuple[bytes | None, Exception | None]:
+        """What `do` gives, or what it raises: the other ranks wait for the agreement."""
+        try:
+            return do(), None
+        except OSError as problem:
+            return None, problem if isinstance(problem, CheckpointError) else cannot_read(self.path, problem)
+        except Exception as problem:
+            return None, problem
 
     def _fill(self, plan: Plan, made: list[Checksums]) -> bytes:
         """Bring this rank's share of the bytes to their places; returns what it has checked of them."""
@@ -165,23 +169,19 @@ class CheckpointReader:
     ) -> None:
         """Read the wanted bytes in the order of the file, each once, check this rank's slices and fill its uses.
 
-        Large ranges that go straight into their place are read and checked by as many threads as the rank may use.
+        Ranges that go straight into their place are read and checked by as many threads as the rank may use.
         """
-        num_threads = torch.get_num_threads()
-        under_way: list[tuple[str, Future]] = []
-        with ThreadPoolExecutor(num_threads) as threads:
-            for name in plan.names:
-                intervals, own = merged([one for part in wanted for one in part.get(name, [])]), slices.get(name, [])
-                for begin, end in cut(intervals, archive.CHUNK_BYTES):
-                    place = memory_for(uses.get(name, []), begin, end)
-                    if place is None:
-                        checksums.add(name, self._spread(name, begin, end, uses.get(name, []), own))
-                    elif num_threads == 1 or end - begin < THREAD_BYTES:
-                        checksums.add(name, self._bring(name, begin, place, own))
-                    else:
-                        under_way.append((name, threads.submit(self._bring, name, begin, place, own)))
-            for name, read in under_way:
-                checksums.add(name, read.result())
+        straight: list[tuple[str, int, Tensor]] = []
+        for name in plan.names:
+            intervals, own = merged([one for part in wanted for one in part.get(name, [])]), uses.get(name, [])
+            for begin, end in cut(intervals, JOB_CHUNKS * archive.CHUNK_BYTES):
+                place = memory_for(own, begin, end)
+                if place is None:
+                    checksums.add(name, self._spread(name, begin, end, own, slices.get(name, [])))
+                else:
+                    straight.append((name, begin, place))
+        for name, parts in in_threads(lambda job: (job[0], self._bring(*job, slices.get(job[0], []))), straight):
+            checksums.add(name, parts)
         for one in plan.scattered[plan.rank]:
             step = max(1, archive.CHUNK_BYTES // plan.pairs[one.pair][0].dtype.itemsize)
             view = self._stored_view(plan, one.pair)
@@ -192,9 +192,23 @@ class CheckpointReader:
 
     def _bring(self, name: str, begin: int, place: Tensor, slices: list[Interval]) -> list[tuple[int, int, int]]:
         """Read bytes straight into the one place that wants them; returns what was checked of them."""
-        memory = memoryview(place.numpy())
-        self._source.read_into(name, begin, memory)
-        return checked_parts(slices, begin, memory)
+        return self._read_checked(name, begin, memoryview(place.numpy()), slices)
+
+    def _read_checked(
+        self, name: str, begin: int, memory: memoryview, slices: list[Interval]
+    ) -> list[tuple[int, int, int]]:
+        """Read bytes of a record, a chunk at a time: it is checked while it is in the processor's cache."""
+        checked = []
+        for low, high, is_mine in marked(slices, begin, begin + len(memory)):
+            checksum = 0
+            for first, end in cut([(low, high)], archive.CHUNK_BYTES):
+                chunk = memory[first - begin : end - begin]
+                self._source.read_into(name, first, chunk)
+                if is_mine:
+                    checksum = crc32(chunk, checksum)
+            if is_mine:
+                checked.append((low, high, checksum))
+        return checked
 
     def _spread(
         self, name: str, begin: int, end: int, uses: list[Use], slices: list[Interval]
@@ -203,7 +217,9 @@ class CheckpointReader:
         data = self._source.read(name, begin, end)
         for use in uses:
             use.fill(data, begin)
-        return checked_parts(slices, begin, memoryview(data.numpy()))
+        memory = memoryview(data.numpy())
+        parts = ((low, high) for low, high, is_mine in marked(slices, begin, end) if is_mine)
+        return [(low, high, crc32(memory[low - begin : high - begin])) for low, high in parts]
 
     def _load(
         self, plan: Plan, message: Message, data: Tensor, slices: dict[str, list[Interval]], checksums: Checksums
@@ -217,10 +233,8 @@ class CheckpointReader:
                     elements[: piece.numel()].view(piece.shape).copy_(piece)
                     elements = elements[piece.numel() :]
                 continue
-            for low, high in cut([(begin, end)], archive.CHUNK_BYTES):
-                part = memory[position + low - begin : position + high - begin]
-                self._source.read_into(source, low, part)
-                checksums.add(source, checked_parts(slices.get(source, []), low, part))
+            part = memory[position : position + nbytes]
+            checksums.add(source, self._read_checked(source, begin, part, slices.get(source, [])))
 
     def _stored_view(self, plan: Plan, pair: int) -> Tensor:
         """The stored tensor of a pair, its elements row by row in the order of the target's memory."""
@@ -237,3 +251,26 @@ class CheckpointReader:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+Job, Result = TypeVar("Job"), TypeVar("Result")
+
+
+def in_threads(do: Callable[[Job], Result], jobs: list[Job]) -> list[Result]:
+    """What `do` gives for each job, in any order; this thread and others take them, as many as torch may use."""
+    num_others = min(torch.get_num_threads(), len(jobs)) - 1
+    if num_others < 1:
+        return [do(job) for job in jobs]
+    left = iter(jobs)  # that of a list: one `next` at a time
+
+    def work() -> list[Result]:
+        try:
+            return [do(job) for job in left]
+        except BaseException:
+            for _ in left:  # the others need not go on
+                pass
+            raise
+
+    with ThreadPoolExecutor(num_others) as pool:
+        others = [pool.submit(work) for _ in range(num_others)]
+        return work() + [result for other in others for result in other.result()]

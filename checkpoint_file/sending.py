@@ -19,7 +19,7 @@ from torch import Tensor
 import distributed_utils
 from checkpoint_file.filling import Plan, cut, memory_for
 
-BUCKET_BYTES = 8 << 20  # bytes that rank 0 sends at a time
+BUCKET_BYTES = 16 << 20  # bytes that rank 0 sends at a time
 STRAIGHT_BYTES = 1 << 20  # from here on bytes travel without a bucket
 STRAIGHT_IN_A_ROW = 8
 ALIGNMENT = 16  # elements of every dtype can be viewed at its multiples
