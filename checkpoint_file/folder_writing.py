@@ -238,7 +238,7 @@ def open_folder_writer(state: dict[str, Any], path: str | os.PathLike, group: An
         plan = plan_folder(state, path)
     except Exception as problem:  # agreed by all ranks right below
         error = problem
-    pieces_of = compare_plans(plan, error, path, group)
+    pieces_of, _ = compare_plans(plan, error, path, group)
     if distributed_utils.get_rank(group) == 0:
         try:
             os.makedirs(path, exist_ok=True)

@@ -8,35 +8,50 @@ Must not know: files, how bytes travel.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import distributed_utils
-from checkpoint_file.errors import UnsavableValueError, gather_agreed
+from checkpoint_file.errors import UnsavableValueError, decided_by_rank_0
 from checkpoint_file.planning import FilePlan
 
 CUT_BYTES = 64  # a record is cut at multiples of this, so that no element is
 
 
-def compare_plans(plan: FilePlan | None, error: Exception | None, path: str, group: Any) -> list[np.ndarray]:
+def compare_plans(
+    plan: FilePlan | None,
+    error: Exception | None,
+    path: str,
+    group: Any,
+    then: Callable[[], Any] = lambda: None,
+) -> tuple[list[np.ndarray], Any]:
     """Collective. The pieces of every rank, after all plans were found alike and the pieces complete.
 
-    Raises: on all ranks `error` of any rank; UnsavableValueError for plans that differ or pieces that do not fit.
+    then: what rank 0 does next, of which every rank gets the result, plain values.
+    Raises: on all ranks `error` of any rank; UnsavableValueError for plans that differ or pieces that do not fit; what
+        `then` raises.
     """
     digest, pieces = b"", b""
     if plan is not None:
-        digest, pieces = (
-            hashlib.blake2b("\n".join(plan.lines).encode(), digest_size=16).digest(),
-            plan.pieces().tobytes(),
-        )
-    gathered = gather_agreed(error, (digest, pieces), group)
-    digests = [digest for digest, _ in gathered]
-    if len(set(digests)) > 1:
+        digest = hashlib.blake2b("\n".join(plan.lines).encode(), digest_size=16).digest()
+        pieces = plan.pieces().tobytes()
+
+    def decide(told: list[tuple[bytes, bytes]]) -> tuple[list[bytes], Any] | None:
+        if len({digest for digest, _ in told}) > 1:
+            return None
+        check_pieces(plan, [pieces_in(pieces) for _, pieces in told], path)
+        return [pieces for _, pieces in told], then()
+
+    decided = decided_by_rank_0(error, (digest, pieces), decide, group)
+    if decided is None:
         raise UnsavableValueError(path, first_difference(distributed_utils.all_gather_list(plan.lines, group)))
-    pieces_of = [np.frombuffer(pieces, dtype=np.int64).reshape(-1, 3) for _, pieces in gathered]
-    check_pieces(plan, pieces_of, path)
-    return pieces_of
+    return [pieces_in(pieces) for pieces in decided[0]], decided[1]
+
+
+def pieces_in(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype=np.int64).reshape(-1, 3)
 
 
 def first_difference(lines_of: list[list[str]]) -> str:

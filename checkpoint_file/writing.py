@@ -19,7 +19,7 @@ from torch import Tensor
 import distributed_utils
 from checkpoint_file import archive, streaming
 from checkpoint_file.archive import Place, crc32, crc32_combine, patch_checksums, read_directory, write_all
-from checkpoint_file.errors import CheckpointError, CheckpointWriteError, agree_on_error, gather_agreed, told_by_rank_0
+from checkpoint_file.errors import CheckpointError, CheckpointWriteError, decided_by_rank_0
 from checkpoint_file.nests import flat_pieces
 from checkpoint_file.planning import FilePlan, plan_file
 from checkpoint_file.shares import CUT_BYTES, compare_plans, share_out
@@ -171,7 +171,6 @@ class CheckpointWriter(ShareWriter):
         self.nbytes, self._directory, self._shares = layout.nbytes, directory, shares
         self._names = [record.name for record in plan.records]
         self._sizes = [record.nbytes for record in plan.records]
-        self._blind: list[int] = []  # ranks that do not see the file
         self._fd = self._look(layout)
 
     def _look(self, layout: Layout) -> int | None:
@@ -193,45 +192,34 @@ class CheckpointWriter(ShareWriter):
             os.close(fd)
         return None
 
-    def meet(self) -> CheckpointWriter:
-        """Collective: all ranks learn which of them do not see the file."""
-        try:
-            seen = gather_agreed(self._described(self.error), self._fd is not None, self._group)
-        except BaseException:
-            self.close()
-            raise
-        self._blind = [rank for rank, sees in enumerate(seen) if not sees]
-        return self
-
     def finish(self) -> int:
         """Collective: make the file whole. Returns its size. Raises: what failed on any rank in any step."""
-        if self._blind:  # before anything is sent in vain
-            agree_on_error(self._described(self.error), self._group)
-        found = [np.column_stack((self._rows, self._checksums))] if self._fd is not None else []
-        try:
-            found += self._stream()
-        except Exception as error:  # agreed right below
-            self.error = self.error or error
-        rows = np.concatenate(found) if found else np.empty((0, 4), dtype=np.int64)
-        gathered = gather_agreed(self._described(self.error), rows.tobytes(), self._group)
-        error = None
-        if self._rank == 0:
+        sees = self._fd is not None
+        found = [np.column_stack((self._rows, self._checksums))] if sees else []
+
+        def decide(told: list[tuple[bool, bytes]]) -> list[int]:
+            blind = [rank for rank, (sees, _) in enumerate(told) if not sees]
+            return blind or self._seal([rows for _, rows in told])
+
+        own = sees, as_bytes(found)
+        blind = decided_by_rank_0(self._described(self.error), own, decide, self._group)
+        if blind:
             try:
-                self._seal(np.frombuffer(b"".join(gathered), dtype=np.int64).reshape(-1, 4))
-            except Exception as problem:  # agreed by all ranks below
-                error = problem
-        told_by_rank_0(self._described(error), None, self._group)
+                found += self._stream(blind)
+            except Exception as error:  # agreed right below
+                self.error = error
+            decided_by_rank_0(self._described(self.error), as_bytes(found), self._seal, self._group)
         return self.nbytes
 
-    def _stream(self) -> list[np.ndarray]:
+    def _stream(self, blind: list[int]) -> list[np.ndarray]:
         """Rank 0 writes the shares of the ranks that do not see the file; returns their rows with checksums."""
         if self._rank != 0:
-            if self._rank in self._blind:
+            if self._rank in blind:
                 chunks = (d for i, begin, end in self._rows.tolist() for d in row_bytes(self._parts[i], begin, end))
                 streaming.send(chunks, self.own_bytes, self._group)
             return []
         found: list[np.ndarray] = []
-        for rank in self._blind:
+        for rank in blind:
             rows = self._shares[rank]
             checksums = np.zeros(len(rows), dtype=np.int64)
             writing = self._write_received(rows, checksums)
@@ -242,7 +230,7 @@ class CheckpointWriter(ShareWriter):
             except Exception as error:  # the ranks behind this one are told to stop
                 self.error = self.error or error
             found.append(np.column_stack((rows, checksums)))
-        if self._blind and self.error is None:
+        if self.error is None:
             os.fsync(self._fd)
         return found
 
@@ -259,8 +247,16 @@ class CheckpointWriter(ShareWriter):
                 begin += len(piece)
         yield
 
-    def _seal(self, rows: np.ndarray) -> None:
-        """Combine the checksums of the rows and put them where the zip keeps them."""
+    def _seal(self, told: list[bytes]) -> list[int]:
+        """Rank 0: combine the checksums of all rows and put them where the zip keeps them. Nobody is blind then."""
+        try:
+            self._patch(np.frombuffer(b"".join(told), dtype=np.int64).reshape(-1, 4))
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._described(error) from error
+        return []
+
+    def _patch(self, rows: np.ndarray) -> None:
         places, directory_offset = self._directory
         checksums = {place.name: place.crc for place in places.values()}
         ends = dict.fromkeys(range(len(self._names)), 0)
@@ -271,7 +267,6 @@ class CheckpointWriter(ShareWriter):
             ends[index] = end
         assert list(ends.values()) == self._sizes, "a byte of a record was given to no rank"
         patch_checksums(self._fd, places, directory_offset, checksums)
-        os.fsync(self._fd)
 
     def _described(self, error: Exception | None) -> Exception | None:
         return write_error(self.path, error, sum(self._sizes)) if isinstance(error, OSError) else error
@@ -285,17 +280,25 @@ def open_writer(state: dict[str, Any], path: str | os.PathLike, group: Any = Non
         plan = plan_file(state, path)
     except Exception as problem:  # agreed by all ranks right below
         error = problem
-    pieces_of = compare_plans(plan, error, path, group)
-    layout, directory = None, ({}, 0)
-    if distributed_utils.get_rank(group) == 0:
+    directories: list[Directory] = []
+
+    def then() -> dict[str, Any]:
         try:
             layout, directory = lay_down(plan, path)
-        except Exception as problem:  # agreed by all ranks below
-            error = write_error(path, problem, plan.nbytes) if isinstance(problem, OSError) else problem
-    plan.skeleton = {}
-    layout = Layout(**told_by_rank_0(error, vars(layout) if layout is not None else None, group))
+        except OSError as problem:
+            raise write_error(path, problem, plan.nbytes) from problem
+        directories.append(directory)
+        return vars(layout)
+
+    pieces_of, layout = compare_plans(plan, error, path, group, then)
+    plan.skeleton, layout = {}, Layout(**layout)
+    directory = directories[0] if directories else ({}, 0)
     shares = share_out(plan, np.frombuffer(layout.offsets, dtype=np.int64), pieces_of)
-    return CheckpointWriter(path, plan, layout, directory, shares, group).meet()
+    return CheckpointWriter(path, plan, layout, directory, shares, group)
+
+
+def as_bytes(rows: list[np.ndarray]) -> bytes:
+    return np.concatenate(rows).tobytes() if rows else b""
 
 
 def lay_down(plan: FilePlan, path: str) -> tuple[Layout, Directory]:
