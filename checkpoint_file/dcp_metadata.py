@@ -145,11 +145,11 @@ def parse_metadata(data: bytes, path: str) -> FolderContents:
     except NotACheckpointError as error:
         raise NotACheckpointError(path, error.problem) from None
     except Exception as error:  # whatever a damaged pickle can raise
-        problem = f"its {METADATA} cannot be read ({type(error).__name__}: {error})"
+        problem = f"its {METADATA} is cut off or damaged ({type(error).__name__}: {error})"
         raise CheckpointDamagedError(path, problem, METADATA) from error
     for name, tensor in contents.tensors.items():
         if problem := cover_problem(tensor):
-            raise CheckpointDamagedError(path, f"{METADATA} says of {name} that {problem}", METADATA)
+            raise CheckpointDamagedError(path, f"its {METADATA} says of {name} that {problem}", METADATA)
     return contents
 
 

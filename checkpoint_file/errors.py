@@ -161,7 +161,7 @@ def cannot_read(path: str, error: OSError) -> CheckpointError:
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         folder = os.path.dirname(os.path.abspath(path))
         no_folder = "" if os.path.isdir(folder) else f", nor the folder {folder}"
-        return CheckpointNotFoundError(path, f"no such file{no_folder}")
+        return CheckpointNotFoundError(path, f"no such file or folder{no_folder}")
     if error.errno == errno.EIO:
         return CheckpointDamagedError(path, "the disk fails to read it (input/output error)")
     return CheckpointError(path, f"cannot be read: {error.strerror or error}")

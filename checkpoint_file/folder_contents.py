@@ -94,6 +94,9 @@ class FolderSource(RecordSource):
     def mapped(self, name: str) -> Tensor:
         return self._files.mapped(self._file_of[name])
 
+    def records_in(self, file: str) -> list[Place]:
+        return [place for name, place in self.places.items() if self._file_of[name] == file]
+
     def skeleton(self, own_format: bool = True) -> Any:
         return self._skeleton
 
@@ -121,13 +124,12 @@ def read_folder(path: str) -> Folder:
 
 def read_contents(path: str) -> Folder:
     data = read_whole(path, METADATA)
-    contents = parse_metadata(data, path)
     records = Records(path)
     if not os.path.exists(os.path.join(path, OWN_RECORD)):
-        return Folder(foreign_skeleton(records, contents), records, (len(data), crc32(data)))
+        return Folder(foreign_skeleton(records, parse_metadata(data, path)), records, (len(data), crc32(data)))
     record = read_own_record(path)
     check_files(path, record, data)
-    skeleton = own_skeleton(records, contents, record)
+    skeleton = own_skeleton(records, parse_metadata(data, path), record)
     return Folder(skeleton, records, (len(data), crc32(data), repr(record["files"]), record["chunks"].shape[0]))
 
 
@@ -153,7 +155,10 @@ def read_own_record(path: str) -> dict[str, Any]:
         with CheckpointReader(source.path, source.skeleton(), source, source.places) as reader:
             record = reader.materialize(reader.skeleton)
     except CheckpointError as error:
-        raise type(error)(path, f"{OWN_RECORD}: {error.problem}", OWN_RECORD) from error
+        problem = error.problem
+        if isinstance(error, CheckpointDamagedError):
+            problem = f"is damaged ({problem.removeprefix('truncated or damaged: ')})"
+        raise type(error)(path, f"its {OWN_RECORD} {problem}", OWN_RECORD) from error
     version = record.get("folder_version") if isinstance(record, dict) else None
     if version != FOLDER_VERSION:
         raise NotACheckpointError(
@@ -164,7 +169,7 @@ def read_own_record(path: str) -> dict[str, Any]:
 
 def check_files(path: str, record: dict[str, Any], metadata: bytes) -> None:
     if crc32(metadata) != record["metadata_crc"]:
-        raise CheckpointDamagedError(path, f"{METADATA} does not have the checksum it was written with", METADATA)
+        raise damaged(path, METADATA)
     for name, nbytes, _ in record["files"]:
         try:
             found = os.path.getsize(os.path.join(path, name))
@@ -189,14 +194,14 @@ def own_skeleton(records: Records, contents: FolderContents, record: dict[str, A
         nbytes = part.box.numel * dtype.itemsize
         crcs = checksums[first : first + -(-nbytes // block_bytes)]
         if length != part.length or len(crcs) * block_bytes < nbytes:
-            raise CheckpointDamagedError(path, f"{METADATA} and {OWN_RECORD} differ in {part.file}", METADATA)
+            raise CheckpointDamagedError(path, f"its {METADATA} and its {OWN_RECORD} do not agree on {part.file}", METADATA)
         stride = stride_in_order(part.box.sizes, order)
         return records.add(name, dtype, part.box, stride, part.file, begin, combined(crcs, block_bytes, nbytes))
 
     for name, stride in record["tensors"]:
         stored = contents.tensors.get(name)
         if stored is None or len(stride) != len(stored.shape):
-            raise CheckpointDamagedError(path, f"{METADATA} and {OWN_RECORD} differ in {name}", METADATA)
+            raise CheckpointDamagedError(path, f"its {METADATA} and its {OWN_RECORD} do not agree on {name}", METADATA)
         key = (stored.chunks[0].file, stored.chunks[0].offset) if stored.chunks else (name, -1)
         if key not in known:
             order = memory_order(stride)
@@ -238,12 +243,11 @@ def foreign_skeleton(records: Records, contents: FolderContents) -> Any:
 def foreign_chunk(records: Records, files: Files, name: str, stored: StoredTensor, part: StoredChunk) -> TensorRef:
     ref, places = read_zip(files, part)
     if not isinstance(ref, TensorRef) or (ref.dtype, ref.shape) != (stored.dtype, part.box.sizes):
-        raise CheckpointDamagedError(files.path, f"{part.file} holds another tensor than {METADATA} says for {name}")
+        raise CheckpointDamagedError(files.path, f"its part {part.file} holds another tensor than its {METADATA} says for {name}")
     place = places[ref._record]
     if place.nbytes != ref.nbytes or not is_dense(ref.shape, ref._stride):
-        raise NotACheckpointError(
-            files.path, f"{part.file} holds a view of a larger tensor for {name}, which is not read"
-        )
+        problem = f"its part {part.file} holds for {name} a view of a larger tensor, which is not read"
+        raise NotACheckpointError(files.path, problem)
     return records.add(name, stored.dtype, part.box, ref._stride, part.file, place.offset, place.crc)
 
 
@@ -276,10 +280,10 @@ def read_zip(files: Files, part: StoredChunk) -> tuple[Any, dict[str, Place]]:
                     raise zipfile.BadZipFile(f"{entry.filename} reaches beyond its part")
                 places[entry.filename.partition("/")[2]] = Place(entry.filename, begin, entry.file_size, entry.CRC)
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, EOFError, IndexError) as error:
-        problem = f"{part.file} has no file of torch.save at byte {part.offset:,} ({error})"
+        problem = f"its part {part.file} has no file of torch.save at byte {part.offset:,} ({error})"
         raise CheckpointDamagedError(files.path, problem, part.file) from error
     if "data.pkl" not in places:
-        raise NotACheckpointError(files.path, f"{part.file} has a zip without data.pkl at byte {part.offset:,}")
+        raise NotACheckpointError(files.path, f"its part {part.file} has a zip without data.pkl at byte {part.offset:,}")
     for name in ("data.pkl", "byteorder"):
         data = files.checked(part.file, places[name]) if name in places else b"little"
         if name == "data.pkl":
@@ -330,10 +334,17 @@ def verify_folder(path: str | os.PathLike) -> list[str]:
     try:
         if own is None:
             return [problem for place in source.places.values() for problem in record_problems(source, place)]
+        problems = verify_file(os.path.join(path, OWN_RECORD))
+        return problems + [problem for file in own for problem in part_problems(source, *file)]
     finally:
         source.close()
-    problems = verify_file(os.path.join(path, OWN_RECORD))
-    return problems + [problem for file in own for problem in file_problems(path, *file)]
+
+
+def part_problems(source: FolderSource, name: str, nbytes: int, crc: int) -> list[str]:
+    """Of one part every byte, those between its records too; where some have changed, which records they belong to."""
+    problems = file_problems(source.path, name, nbytes, crc)
+    records = source.records_in(name) if problems else []
+    return [problem for place in records for problem in record_problems(source, place)] or problems
 
 
 def file_problems(path: str, name: str, nbytes: int, crc: int) -> list[str]:

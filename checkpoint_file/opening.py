@@ -25,6 +25,11 @@ from checkpoint_file.verifying import verify_file
 
 logger = logging.getLogger(__name__)
 
+DCP_HINT = (
+    ". It is a folder of torch.distributed.checkpoint without the fairtrain.pt of ours; to take its parameters: "
+    "checkpoint.finetune_from_model=FOLDER"
+)
+
 
 def open_local_checkpoint(
     path: str | os.PathLike, own_format: bool = True, read_method: str = "auto"
@@ -41,8 +46,7 @@ def open_local_checkpoint(
         source.close()
         if not is_folder:
             raise
-        hint = f". To take the parameters of a folder of torch.distributed.checkpoint: finetune_from_model={path}"
-        raise NotACheckpointError(path, error.problem + hint) from error
+        raise NotACheckpointError(path, error.problem + DCP_HINT) from error
     except BaseException:
         source.close()
         raise

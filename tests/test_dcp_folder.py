@@ -153,6 +153,38 @@ def test_a_truncated_or_missing_part_is_noticed_at_the_choice(folder):  # [R2]
         (folder / name).write_bytes(whole)
 
 
+def change(path: Path, at: bytes) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(at) + 5] ^= 4
+    path.write_bytes(raw)
+
+
+CHANGED = "does not have the checksum it was written with"
+TENSOR = "model.w (byte 704 of __0_0.distcp)"
+
+
+@pytest.mark.parametrize(
+    "name, harm, sentence",
+    [
+        (TENSOR, lambda part: change(part, torch.arange(400.0, 410.0).numpy().tobytes()), f"record {TENSOR} {CHANGED}"),
+        ("__0_0.distcp", lambda part: os.truncate(part, 1000), "its part __0_0.distcp has 1,000 bytes instead of "),
+        ("__0_0.distcp", os.unlink, "its part __0_0.distcp is missing"),
+        (".metadata", lambda part: change(part, b"offsets"), f"its part .metadata {CHANGED}"),
+        (".metadata", os.unlink, "has parts but no .metadata: its save did not come to its end"),
+        ("fairtrain.pt", lambda part: change(part, b"version"), f"its fairtrain.pt is damaged (record data.pkl {CHANGED})"),
+        ("fairtrain.pt", lambda part: os.truncate(part, 0), "its fairtrain.pt is damaged (it has no readable directory"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_one_sentence_that_says_where(folder, name, harm, sentence):  # [R2]
+    checkpoint_file.write_checkpoint_folder(make_state({"w": torch.arange(900.0)}), folder)
+    harm(folder / ("__0_0.distcp" if name == TENSOR else name))
+    with pytest.raises(CheckpointDamagedError) as error:
+        read_all(folder)
+    (verified,) = checkpoint_file.verify_checkpoint(folder)
+    assert str(error.value).startswith(f"{folder}: {sentence}") and str(error.value).startswith(verified)
+    assert error.value.record in (name, None)
+
+
 def test_a_flipped_bit_in_a_folder_of_torch_is_noticed(folder):  # [R2]
     saved_by_torch({"model": {"w": torch.arange(900.0)}}, folder)
     part = folder / "__0_0.distcp"
