@@ -22,7 +22,7 @@ import distributed_utils
 from checkpoint_file.archive import crc32, crc32_combine, write_all
 from checkpoint_file.boxes import Box, boxes_of_range, memory_order, row_major_stride, stride_in_order
 from checkpoint_file.dcp_metadata import METADATA, StoredChunk, StoredTensor, pack_metadata
-from checkpoint_file.errors import CheckpointWriteError, agree_on_error, gather_agreed, told_by_rank_0
+from checkpoint_file.errors import CheckpointWriteError, decided_by_rank_0
 from checkpoint_file.nests import ShardedTensor, empty_storage, is_dense, map_leaves, tensor_in
 from checkpoint_file.planning import FilePlan, PlannedRecord, check_values, described_layout, key_path
 from checkpoint_file.shares import compare_plans, share_out
@@ -238,13 +238,14 @@ def open_folder_writer(state: dict[str, Any], path: str | os.PathLike, group: An
         plan = plan_folder(state, path)
     except Exception as problem:  # agreed by all ranks right below
         error = problem
-    pieces_of, _ = compare_plans(plan, error, path, group)
-    if distributed_utils.get_rank(group) == 0:
+
+    def make() -> None:
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as problem:
-            error = write_error(path, problem, plan.nbytes)
-    told_by_rank_0(error, None, group)
+            raise write_error(path, problem, plan.nbytes) from problem
+
+    pieces_of, _ = compare_plans(plan, error, path, group, then=make)
     order = np.arange(len(plan.records))
     return FolderWriter(path, plan, share_out(plan, order, pieces_of), group).meet()
 
@@ -272,23 +273,21 @@ class FolderWriter(ShareWriter):
     def meet(self) -> FolderWriter:
         """Collective: all ranks have opened their part, and rank 0 sees them all."""
         try:
-            agree_on_error(self._described(self.error), self._group)
-            told_by_rank_0(self._unseen_part() if self._rank == 0 else None, None, self._group)
+            decided_by_rank_0(self._described(self.error), None, self._look, self._group)
         except BaseException:
             self.close()
             raise
         return self
 
-    def _unseen_part(self) -> CheckpointWriteError | None:
-        for rank in range(distributed_utils.get_world_size(self._group)):
+    def _look(self, told: list[None]) -> None:
+        for rank in range(len(told)):
             if not os.path.exists(os.path.join(self.path, part_name(rank))):
                 problem = (
                     f"rank 0 does not see what rank {rank} writes into it: the ranks do not share this folder. Choose one "
                     "that they share with checkpoint.save_dir=FOLDER, or write one file: "
                     "distributed_training.use_sharded_state=false"
                 )
-                return CheckpointWriteError(self.path, problem)
-        return None
+                raise CheckpointWriteError(self.path, problem)
 
     def _write_rest(self) -> None:
         """Write what lies around the bytes of each box; the end of one and the beginning of the next go together."""
@@ -307,20 +306,20 @@ class FolderWriter(ShareWriter):
 
     def finish(self) -> int:
         """Collective: make the folder whole. Returns the bytes of its files. Raises: what failed on any rank."""
-        error = self._described(self.error)
         own = WrittenFile(part_name(self._rank), self._nbytes, self._crc)
         own.chunks = [
             (chunk.tensor, *chunk.box, chunk.start, chunk.frame.position, chunk.start + chunk.frame.gap_begin, checksum)
             for chunk, checksum in zip(self._chunks, self._checksums.tolist())
         ]
-        told = gather_agreed(error, tuple(vars(own).values()), self._group)
-        nbytes = 0
-        if self._rank == 0:
-            try:
-                nbytes = finish_folder(self.path, self._plan, [WrittenFile(*fields) for fields in told])
-            except Exception as problem:  # agreed by all ranks right below
-                error = problem
-        return told_by_rank_0(self._described(error), nbytes, self._group)
+        fields = tuple(vars(own).values())
+        return decided_by_rank_0(self._described(self.error), fields, self._seal, self._group)
+
+    def _seal(self, told: list[tuple]) -> int:
+        """Rank 0: say what the parts are, which all are on the disk."""
+        try:
+            return finish_folder(self.path, self._plan, [WrittenFile(*fields) for fields in told])
+        except OSError as error:
+            raise self._described(error) from error
 
 
 @dataclass

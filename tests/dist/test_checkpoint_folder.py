@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import checkpoint_file
-from checkpoint_file import ShardedTensor, archive, filling, open_checkpoint, sending, sources, writing
+from checkpoint_file import ShardedTensor, archive, filling, folder_files, open_checkpoint, sending, sources, writing
 from checkpoint_file.boxes import stride_in_order
 from tests.dist.harness import run_ranks
 from tests.test_checkpoint_file import as_bytes, assert_same, make_state, rss_anon
@@ -25,8 +25,8 @@ from tests.test_checkpoint_file import as_bytes, assert_same, make_state, rss_an
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex128)
 
 
-def shrink_buffers(chunk: int = 256, bucket: int = 1024) -> None:
-    archive.CHUNK_BYTES = chunk
+def shrink_buffers(chunk: int = 256, bucket: int = 1024, most_open: int = 2) -> None:
+    archive.CHUNK_BYTES, folder_files.MAX_OPEN = chunk, most_open
     sending.BUCKET_BYTES, sending.STRAIGHT_BYTES = bucket, bucket // 2
 
 
@@ -86,7 +86,7 @@ def blank(leaf):
     return leaf.clone().zero_() if leaf.is_contiguous() else as_kind(torch.zeros_like(leaf), "strided", [], 0, 1)
 
 
-def save_and_load(folder, plans, group, written_by, read_by, on_all_ranks) -> None:
+def save_and_load(folder, plans, group, written_by, read_by, on_all_ranks, read_method) -> None:
     rank = dist.get_rank()
     wholes = {f"t{number}": whole_of(plan) for number, plan in enumerate(plans)}
     if rank < written_by:
@@ -98,7 +98,7 @@ def save_and_load(folder, plans, group, written_by, read_by, on_all_ranks) -> No
         checkpoint_file.write_checkpoint_folder(state, folder, group[written_by])
     dist.barrier()
     if rank < read_by:
-        with open_checkpoint(folder, group[read_by], on_all_ranks) as reader:
+        with open_checkpoint(folder, group[read_by], on_all_ranks, read_method=read_method) as reader:
             wanted = {
                 name: as_kind(whole, plan["loaded"], plan["cuts"][1], rank, read_by)
                 for (name, whole), plan in zip(wholes.items(), plans)
@@ -141,19 +141,20 @@ def many_examples(tmp_path, count) -> int:
         st.integers(1, 4),
         st.integers(1, 4),
         st.booleans(),
-        st.sampled_from([(64, 1024), (16, 256), (4 << 20, 1 << 20)]),
+        st.sampled_from([(64, 1024, 1), (16, 256, 2), (4 << 20, 1 << 20, 64)]),
+        st.sampled_from(checkpoint_file.READ_METHODS),
     )
-    def examples(plans, written_by, read_by, on_all_ranks, buffers):
+    def examples(plans, written_by, read_by, on_all_ranks, buffers, read_method):
         shrink_buffers(*buffers)
         folder, problem = f"{tmp_path}/{len(tried)}", None
         tried.append(folder)
         try:
-            save_and_load(folder, plans, group, written_by, read_by, on_all_ranks)
+            save_and_load(folder, plans, group, written_by, read_by, on_all_ranks, read_method)
         except Exception as error:  # told to all, or they would wait in the next example
             problem = repr(error)
         problems = [None] * 4
         dist.all_gather_object(problems, problem)
-        assert not any(problems), (problems, plans, written_by, read_by, on_all_ranks, buffers)
+        assert not any(problems), (problems, plans, written_by, read_by, on_all_ranks, buffers, read_method)
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
