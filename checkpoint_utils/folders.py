@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-import shutil
 from typing import Any
 
 import checkpoint_file
@@ -46,7 +46,7 @@ class FolderPublication(Publication):
         put_in_place(self._temporary, self.path)
 
     def _remove_temporary(self) -> None:
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        remove_flat(self._temporary)
 
 
 def hold_folder(temporary: str, path: str) -> int:
@@ -58,6 +58,14 @@ def hold_folder(temporary: str, path: str) -> int:
         raise write_error(path, error) from error
     lock(fd)
     return fd
+
+
+def remove_flat(folder: str) -> None:
+    """Remove a temporary folder as far as that can be done, also by a process that may open no more files."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def put_in_place(temporary: str, path: str) -> None:
@@ -143,7 +151,7 @@ def clone_folder(source: str, path: str) -> None:
     except OSError as error:
         raise write_error(path, error) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_flat(temporary)
 
 
 def links_to(path: str) -> list[str]:

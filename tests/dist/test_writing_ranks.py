@@ -214,12 +214,22 @@ def sharded_state(pieces_of, more=None) -> dict:
     return {**make_state({"w": torch.ones(700), "s": shard}), **(more or {})}
 
 
-def fail_in_many_ways(folder: str) -> list:
+FORMS = {".pt": checkpoint_utils.Publication, "": checkpoint_utils.FolderPublication}
+
+
+def publish(state: dict, path: str) -> int:
+    """As a file, or as a folder where the path has no ending."""
+    with FORMS[os.path.splitext(path)[1]](state, path) as publication:
+        publication.write()
+        return publication.finish()
+
+
+def fail_in_many_ways(folder: str, name: str) -> list:
     """(what was expected to be said, what each way of failing gave) on this rank, which is one of three."""
     rank = dist.get_rank()
-    path, good = os.path.join(folder, "checkpoint_last.pt"), [[(0, 40)], [(40, 41), (50, 100)], [(41, 50)]]
-    checkpoint_utils.publish_checkpoint(sharded_state(good), path)
-    original = {name: getattr(os, name) for name in ("pwrite", "fsync", "replace", "open")}
+    path, good = os.path.join(folder, name), [[(0, 40)], [(40, 41), (50, 100)], [(41, 50)]]
+    publish(sharded_state(good), path)
+    original = {name: getattr(os, name) for name in ("pwrite", "fsync", "replace", "rename", "open")}
     results = []
 
     def attempt(expected: str, state: dict, patch: str = "", on_rank: int = 0, code: int = 28) -> None:
@@ -228,15 +238,16 @@ def fail_in_many_ways(folder: str) -> list:
 
         if patch and rank == on_rank:
             setattr(os, patch, fail)
-        told = caught(lambda: checkpoint_utils.publish_checkpoint(state, path))
-        for name, function in original.items():
-            setattr(os, name, function)
+        told = caught(lambda: publish(state, path))
+        for call, function in original.items():
+            setattr(os, call, function)
         results.append((expected, *told))
         dist.barrier()
-        assert os.listdir(folder) == ["checkpoint_last.pt"]
+        assert os.listdir(folder) == [name]
         dist.barrier()
 
-    for call, on_rank in (("pwrite", 2), ("pwrite", 0), ("fsync", 1), ("replace", 0), ("open", 0)):
+    put_in_place = "replace" if name.endswith(".pt") else "rename"
+    for call, on_rank in (("pwrite", 2), ("pwrite", 0), ("fsync", 1), (put_in_place, 0), ("open", 0)):
         attempt(f"No space left on device.*Make room.*found by rank {on_rank}", sharded_state(good), call, on_rank)
     odd = {"odd": {1, 2}} if rank == 1 else {"odd": 1}
     attempt(r"state\['odd'\] cannot be saved.*sorted.*rank 1", sharded_state(good, odd))
@@ -256,12 +267,13 @@ def fail_in_many_ways(folder: str) -> list:
     return results
 
 
-def test_a_failure_of_any_rank_is_the_same_error_on_all_and_leaves_no_litter(tmp_path):  # [P5] [F2]
-    results = run_ranks(fail_in_many_ways, 3, str(tmp_path))
+@pytest.mark.parametrize("name", ["checkpoint_last.pt", "checkpoint_last"])
+def test_a_failure_of_any_rank_is_the_same_error_on_all_and_leaves_no_litter(tmp_path, name):  # [P5] [F2]
+    results = run_ranks(fail_in_many_ways, 3, str(tmp_path), name)
     for (expected, kind, message, *_), *others in zip(*results):
         assert kind in ("CheckpointWriteError", "UnsavableValueError"), message
         assert re.search(expected, message, re.DOTALL), (expected, message)
-        assert str(tmp_path / "checkpoint_last.pt") in message
+        assert str(tmp_path / name) in message
         assert all(other[1:3] == (kind, message) for other in others)
         assert all(seconds < SECONDS for _, _, _, seconds, _ in ((expected, kind, message, *_), *others))
     assert checkpoint_utils.verify_checkpoint(tmp_path / "checkpoint_last.pt") == []
@@ -329,27 +341,26 @@ def test_rank_0_holds_the_temporary_file_for_all(tmp_path):  # [P6]
     assert run_ranks(save_while_another_lives, 2, str(tmp_path)) == [["checkpoint_last.pt"]] * 2
 
 
-def descriptors_after_saves(folder: str) -> list:
+def descriptors_after_saves(path: str) -> list:
     counts = []
     for _ in range(4):
-        checkpoint_utils.publish_checkpoint(sharded_state([[(0, 50)], [(50, 100)]]), f"{folder}/checkpoint_last.pt")
+        publish(sharded_state([[(0, 50)], [(50, 100)]]), path)
         bad = {1: {1}} if dist.get_rank() else {}
-        caught(
-            lambda: checkpoint_utils.publish_checkpoint(make_state({}, **{"x": bad}), f"{folder}/checkpoint_last.pt")
-        )
+        caught(lambda: publish(make_state({}, **{"x": bad}), path))
         counts.append(len(os.listdir("/proc/self/fd")))
     return counts
 
 
-def test_descriptors_of_all_ranks_stay_level(tmp_path):
-    for counts in run_ranks(descriptors_after_saves, 2, str(tmp_path)):
+@pytest.mark.parametrize("name", ["checkpoint_last.pt", "checkpoint_last"])
+def test_descriptors_of_all_ranks_stay_level(tmp_path, name):
+    for counts in run_ranks(descriptors_after_saves, 2, str(tmp_path / name)):
         assert len(set(counts[1:])) == 1, counts
 
 
 # ---- written in the background
 
 
-def save_in_the_background(folder: str, blind: bool) -> tuple:
+def save_in_the_background(folder: str, blind: bool, name: str) -> tuple:
     """Eight saves with one buffer. Returns the peak of extra memory, and memory, descriptors, threads after each."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     here = os.path.join(folder, str(rank if blind else 0))
@@ -368,32 +379,42 @@ def save_in_the_background(folder: str, blind: bool) -> tuple:
         for save in range(1, 9):
             piece.fill_(save)
             whole.fill_(-save)
-            with checkpoint_utils.Publication(state, "f.pt") as publication:
+            with FORMS[os.path.splitext(name)[1]](state, name) as publication:
                 publication.write_in_background(buffer)
                 piece.fill_(99), whole.fill_(99)  # the next update
                 publication.background.wait()
                 dist.barrier()
                 if save == 1:
-                    assert not os.path.exists("f.pt")
+                    assert not os.path.exists(name)
                 publication.finish()
             if rank == 0:
-                read = torch.load("f.pt", weights_only=True, mmap=True)["model"]
-                assert (read["shard"] == save).all() and (read["whole"] == -save).all() and verify_file("f.pt") == []
+                assert values_of(name) == {"shard": {save}, "whole": {-save}, "flag": {True}}
+                assert checkpoint_file.verify_checkpoint(name) == []
             ctypes.CDLL(None).malloc_trim(0)  # what is free is no leak
             levels.append((rss_anon(), len(os.listdir("/proc/self/fd")), threading.active_count()))
     return peak.extra, levels
 
 
-@pytest.mark.parametrize("blind", [False, True], ids=["shared folder", "folders apart"])
-def test_a_background_save_holds_one_copy_of_its_share_and_leaves_nothing(tmp_path, blind):  # [F6]
-    for peak, levels in run_ranks(save_in_the_background, 2, str(tmp_path), blind):
+def values_of(path: str) -> dict[str, set]:
+    """The distinct values of each tensor of the model."""
+    with checkpoint_file.open_local_checkpoint(path) as reader:
+        elements = checkpoint_file.ElementReader(reader)
+        refs = reader.skeleton["model"]
+        return {name: {v for piece in elements.pieces(ref) for v in piece.unique().tolist()} for name, ref in refs.items()}
+
+
+@pytest.mark.parametrize(
+    "blind, name", [(False, "f.pt"), (True, "f.pt"), (False, "f")], ids=["file", "file, folders apart", "folder"]
+)
+def test_a_background_save_holds_one_copy_of_its_share_and_leaves_nothing(tmp_path, blind, name):  # [F6]
+    for peak, levels in run_ranks(save_in_the_background, 2, str(tmp_path), blind, name):
         assert peak < (12 << 20) + (64 << 20)
         third, last = levels[2], levels[-1]
         assert last[1] <= third[1] + 1 and last[2] == third[2], levels  # who watches the memory opens a file now and then
         assert last[0] - third[0] < 4 << 20, [memory >> 20 for memory, *_ in levels]
 
 
-def cancel_in_the_background(folder: str) -> list:
+def cancel_in_the_background(path: str) -> list:
     """A share that fails on rank 1 ends the writing of the others, whose write would take forever."""
     state, buffer = make_state({"w": torch.ones(40_000)}), checkpoint_file.HostBuffer()
     archive.CHUNK_BYTES = 1 << 10
@@ -407,16 +428,17 @@ def cancel_in_the_background(folder: str) -> list:
         return original(*args)
 
     os.pwrite = pwrite
-    publication = checkpoint_utils.Publication(state, f"{folder}/checkpoint_last.pt")
+    publication = FORMS[os.path.splitext(path)[1]](state, path)
     publication.write_in_background(buffer)
     dist.barrier()
     if rank == 0:
         publication.background.cancel()
     result = caught(publication.finish)
     publication.close()
-    return *result, os.listdir(folder), threading.active_count()
+    return *result, os.listdir(os.path.dirname(path)), threading.active_count()
 
 
-def test_a_background_write_can_be_cancelled(tmp_path):  # [P5]
-    for kind, message, seconds, _, files, _ in run_ranks(cancel_in_the_background, 2, str(tmp_path)):
+@pytest.mark.parametrize("name", ["checkpoint_last.pt", "checkpoint_last"])
+def test_a_background_write_can_be_cancelled(tmp_path, name):  # [P5]
+    for kind, message, seconds, _, files, _ in run_ranks(cancel_in_the_background, 2, str(tmp_path / name)):
         assert kind == "CheckpointWriteError" and "found by rank 1" in message and seconds < SECONDS
