@@ -16,6 +16,7 @@ from checkpoint_utils.names import CheckpointName, checkpoint_names, stale_check
 from checkpoint_utils.publishing import Publication, publish_checkpoint
 from checkpoint_utils.retention import prune_checkpoints, remove_stale_temporaries, stale_paths
 from checkpoint_utils.saving import Save, SavedCheckpoint, begin_save, save_checkpoint
+from checkpoint_utils.space import bytes_of_state, say_room
 
 __all__ = [
     "RESET_FLAGS",
@@ -31,6 +32,7 @@ __all__ = [
     "Save",
     "SavedCheckpoint",
     "begin_save",
+    "bytes_of_state",
     "checkpoint_names",
     "checkpoint_paths",
     "choose",
@@ -43,6 +45,7 @@ __all__ = [
     "remove_stale_temporaries",
     "resets_to_apply",
     "save_checkpoint",
+    "say_room",
     "stale_checkpoints",
     "stale_paths",
     "verify_checkpoint",

@@ -76,7 +76,7 @@ class CheckpointConfig:
     )
     max_failed_saves: int = field(
         default=2,
-        metadata={"help": "asynchronous saves that fail in a row until the run ends, >= 1; 1: the first one ends it"},
+        metadata={"help": "saves that fail in a row until the run ends with status 1, >= 1; 1: the first one ends it"},
     )
     no_save_optimizer_state: bool = field(
         default=False, metadata={"help": "leave the optimizer's moments out of the files"}

@@ -99,6 +99,24 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
+def make_folder(folder: str) -> None:
+    """Make it and those above it that are missing, each on the disk under its name."""
+    if not os.path.isdir(folder):
+        os.makedirs(folder, exist_ok=True)
+        sync_names(folder)
+
+
+def sync_names(path: str) -> None:
+    """Sync the folders above, up to the root of the mount: who made one of them may have been killed before he did it."""
+    path = os.path.realpath(path)
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+        try:
+            sync_folder(path)
+        except PermissionError:
+            return  # not ours, and older than the run
+
+
 @functools.cache
 def notice(text: str) -> None:
     """Log a warning once in the life of the process."""

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import checkpoint_file
-from checkpoint_utils.errors import write_error
+from checkpoint_utils.errors import named_in_errors
 from checkpoint_utils.facts import read_facts
 from checkpoint_utils.file_system import free_name, link_or_copy, lock, remove, sync_folder, unlink
 from checkpoint_utils.names import CheckpointName, is_linked_name, linked_name, temporary_name
@@ -36,11 +36,8 @@ class FolderPublication(Publication):
 
     _open_writer = staticmethod(checkpoint_file.open_folder_writer)
 
-    def _hold(self, name: str) -> str:
-        temporary = temporary_name(name)
-        self._temporary = os.path.join(self._folder, temporary)
-        self._open.callback(os.close, hold_folder(self._temporary, self.path))
-        return temporary
+    def _make_temporary(self) -> None:
+        self._open.callback(os.close, hold_folder(self._temporary))
 
     def _rename(self) -> None:
         put_in_place(self._temporary, self.path)
@@ -49,13 +46,10 @@ class FolderPublication(Publication):
         remove_flat(self._temporary)
 
 
-def hold_folder(temporary: str, path: str) -> int:
+def hold_folder(temporary: str) -> int:
     """Make the folder and mark it as being written by a living process. Returns the descriptor that holds it."""
-    try:
-        os.makedirs(temporary)
-        fd = os.open(temporary, os.O_RDONLY)
-    except OSError as error:
-        raise write_error(path, error) from error
+    os.mkdir(temporary)
+    fd = os.open(temporary, os.O_RDONLY)
     lock(fd)
     return fd
 
@@ -72,7 +66,7 @@ def put_in_place(temporary: str, path: str) -> None:
     """Give a folder its name. What has the name steps aside for an instant, and back if that was the last one."""
     folder, name = os.path.split(path)
     aside = os.path.join(folder, temporary_name(name).removesuffix(".tmp") + ".old")
-    try:
+    with named_in_errors(path):
         sync_folder(temporary)
         if os.path.lexists(path):
             os.rename(path, aside)
@@ -83,8 +77,6 @@ def put_in_place(temporary: str, path: str) -> None:
             raise
         sync_folder(folder)
         remove(aside)
-    except OSError as error:
-        raise write_error(path, error) from error
 
 
 def put_back(aside: str) -> bool:
@@ -117,24 +109,21 @@ def name_folder(content: str, paths: list[str]) -> None:
         elif path != content:
             keep_what_links_name(path)
             clone_folder(content, path)
-    try:
+    with named_in_errors(paths[-1]):
         sync_folder(os.path.dirname(content))
-    except OSError as error:
-        raise write_error(paths[-1], error) from error
 
 
 def replace_link(path: str, target: str) -> None:
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, temporary_name(name))
     try:
-        unlink(temporary)
-        os.symlink(target, temporary)
-        if os.path.isdir(path) and not os.path.islink(path):  # saved under this name itself, not by a run
-            put_in_place(temporary, path)
-        else:
-            os.replace(temporary, path)
-    except OSError as error:
-        raise write_error(path, error) from error
+        with named_in_errors(path):
+            unlink(temporary)
+            os.symlink(target, temporary)
+            if os.path.isdir(path) and not os.path.islink(path):  # saved under this name itself, not by a run
+                put_in_place(temporary, path)
+            else:
+                os.replace(temporary, path)
     finally:
         unlink(temporary)
 
@@ -144,12 +133,11 @@ def clone_folder(source: str, path: str) -> None:
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, temporary_name(name))
     try:
-        os.makedirs(temporary)
-        for entry in os.listdir(source):
-            link_or_copy(os.path.join(source, entry), os.path.join(temporary, entry))
-        put_in_place(temporary, path)
-    except OSError as error:
-        raise write_error(path, error) from error
+        with named_in_errors(path):
+            os.makedirs(temporary)
+            for entry in os.listdir(source):
+                link_or_copy(os.path.join(source, entry), os.path.join(temporary, entry))
+            put_in_place(temporary, path)
     finally:
         remove_flat(temporary)
 

@@ -12,9 +12,10 @@ import distributed_utils
 from checkpoint_file import CheckpointError
 from checkpoint_utils.agreement import on_rank_0
 from checkpoint_utils.config import expand
-from checkpoint_utils.errors import hint_for, write_error
-from checkpoint_utils.file_system import freed_later, held, link_or_copy, sync_folder, unlink
+from checkpoint_utils.errors import hint_for, named_in_errors
+from checkpoint_utils.file_system import freed_later, held, link_or_copy, make_folder, sync_folder, unlink
 from checkpoint_utils.names import temporary_name
+from checkpoint_utils.space import bytes_of_state, check_room
 
 
 def publish_checkpoint(state: dict[str, Any], filename: str | os.PathLike, group: Any = None) -> int:
@@ -42,7 +43,8 @@ class Publication:
         self._open, self._temporary = contextlib.ExitStack(), ""
         self.background: checkpoint_file.BackgroundWrite | None = None
         try:
-            self._temporary = os.path.join(self._folder, on_rank_0(lambda: self._hold(name), group))
+            nbytes = bytes_of_state(state)
+            self._temporary = os.path.join(self._folder, on_rank_0(lambda: self._hold(name, nbytes), group))
             with self._errors_under_its_name():
                 self._writer = self._open_writer(state, self._temporary, group)
                 self._open.push(self._writer)
@@ -52,15 +54,17 @@ class Publication:
 
     _open_writer = staticmethod(checkpoint_file.open_writer)
 
-    def _hold(self, name: str) -> str:
+    def _hold(self, name: str, nbytes: int) -> str:
         temporary = temporary_name(name)
         self._temporary = os.path.join(self._folder, temporary)
-        try:
-            os.makedirs(self._folder or ".", exist_ok=True)
-            self._open.enter_context(held(self._temporary))
-        except OSError as error:
-            raise write_error(self.path, error) from error
+        with named_in_errors(self.path):
+            make_folder(self._folder or ".")
+            check_room(self.path, nbytes)
+            self._make_temporary()
         return temporary
+
+    def _make_temporary(self) -> None:
+        self._open.enter_context(held(self._temporary))
 
     def write(self, supply: checkpoint_file.Supply | None = None) -> None:
         """Write this rank's share; talks to nobody. What goes wrong is raised by `finish`, on all ranks.
@@ -84,12 +88,10 @@ class Publication:
         return nbytes
 
     def _rename(self) -> None:
-        try:
+        with named_in_errors(self.path):
             with freed_later(self.path):
                 os.replace(self._temporary, self.path)
             sync_folder(self._folder)
-        except OSError as error:
-            raise write_error(self.path, error) from error
 
     def _remove_temporary(self) -> None:
         unlink(self._temporary)
@@ -123,13 +125,12 @@ def link_names(paths: list[str]) -> None:
     for other in others:
         temporary = os.path.join(folder, temporary_name(os.path.basename(other)))
         try:
-            unlink(temporary)
-            link_or_copy(first, temporary)
-            with freed_later(other):
-                os.replace(temporary, other)
-            if other == others[-1]:
-                sync_folder(folder)
-        except OSError as error:
-            raise write_error(other, error) from error
+            with named_in_errors(other):
+                unlink(temporary)
+                link_or_copy(first, temporary)
+                with freed_later(other):
+                    os.replace(temporary, other)
+                if other == others[-1]:
+                    sync_folder(folder)
         finally:
             unlink(temporary)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import checkpoint_file
-import distributed_utils
 from checkpoint_utils.agreement import on_rank_0
 from checkpoint_utils.best_score import is_score
 from checkpoint_utils.config import expand
+from checkpoint_utils.errors import named_in_errors
 from checkpoint_utils.facts import ranked_scores
 from checkpoint_utils.file_system import bytes_of
 from checkpoint_utils.folders import name_folder, place_of_folder
 from checkpoint_utils.names import checkpoint_names
 from checkpoint_utils.publishing import Publication, link_names
 from checkpoint_utils.retention import prune_checkpoints
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,12 +122,20 @@ class Save:
 
     def complete(self) -> SavedCheckpoint:
         """The content is there: give it its names, prune."""
-        names, save_dir = [os.path.basename(path) for path in self.paths], expand(self.cfg.save_dir)
         give_names = link_names if self.paths[0].endswith(".pt") else functools.partial(name_folder, self.content)
-        on_rank_0(lambda: give_names(self.paths), self.group)
-        on_rank_0(lambda: prune_checkpoints(save_dir, self.cfg, self.run_id, self.has_score, but=names), self.group)
-        nbytes = bytes_of(self.paths[0]) if distributed_utils.get_rank(self.group) == 0 else 0
+        on_rank_0(named(self.paths[-1], lambda: give_names(self.paths)), self.group)
+        nbytes = on_rank_0(self._tidy, self.group)
         return SavedCheckpoint(self.paths, self.num_updates, nbytes, self.blocked_s + time.perf_counter() - self.begun)
+
+    def _tidy(self) -> int:
+        """Prune; the save counts already, so nothing that happens here undoes it. Returns the bytes of the checkpoint."""
+        names, save_dir = [os.path.basename(path) for path in self.paths], expand(self.cfg.save_dir)
+        try:
+            prune_checkpoints(save_dir, self.cfg, self.run_id, self.has_score, but=names)
+            return bytes_of(self.paths[0])
+        except (OSError, checkpoint_file.CheckpointError) as error:
+            logger.warning("%s: what is no longer kept cannot be deleted now: %s", save_dir, error)
+            return 0
 
     def abandon(self) -> None:
         """Stop writing and leave no trace. Not collective."""
@@ -145,12 +157,23 @@ def decide_save(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None, 
         ranked = ranked_scores(save_dir, cfg.best_checkpoint_metric)
         return checkpoint_names(cfg, epoch, num_updates, end_of_epoch, improved, val_loss, ranked, stopping, folders)
 
-    paths = [os.path.join(save_dir, name) for name in on_rank_0(decide, group)]
+    paths = [os.path.join(save_dir, name) for name in on_rank_0(named(save_dir, decide), group)]
     if not paths:
         return None
     extra_state = {"train_iterator": epoch_itr.state_dict(), "val_loss": val_loss, "best": trainer.best.best}
-    content = on_rank_0(lambda: place_of_folder(paths[0], epoch, num_updates), group) if folders else paths[0]
+    place = named(paths[0], lambda: place_of_folder(paths[0], epoch, num_updates))
+    content = on_rank_0(place, group) if folders else paths[0]
     return Save(cfg, trainer.run_id, group, paths, content, num_updates, extra_state, is_score(val_loss), begun)
+
+
+def named(path: str, do: Callable[[], Any]) -> Callable[[], Any]:
+    """`do`, whatever the system refuses in it being a failure to write `path`."""
+
+    def done() -> Any:
+        with named_in_errors(path):
+            return do()
+
+    return done
 
 
 def epoch_of(epoch_itr: Any) -> tuple[int, bool]:

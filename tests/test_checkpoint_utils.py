@@ -375,6 +375,7 @@ def test_a_mount_that_does_not_sync_folders_is_tolerated_with_one_notice(folder,
         return original(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
+    folder.mkdir()
     cfg = config(folder)
     save_at(cfg, 1)
     save_at(cfg, 2)

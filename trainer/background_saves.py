@@ -1,7 +1,7 @@
-"""The one save that may be on its way to the disk while training goes on.
+"""The saves of a run: waited for, or one on its way to the disk while training goes on.
 
-Owns: when it is finished (by all ranks, between two updates), and what a failed one means. Must not know: when a save is
-due, what is in it.
+Owns: when that one is finished (by all ranks, between two updates), and what a failed save means. Must not know: when a
+save is due, what is in it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,26 @@ class BackgroundSaves:
             self._count_failure(error, trainer.get_num_updates())
             return True
         return self._save is not None
+
+    def save(self, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None, last: bool, stopping: bool) -> bool:
+        """Collective: save and wait for it. Returns whether there was something to save.
+
+        last: nothing is trained after it, so that a failure cannot be made good later. stopping: somebody asked for it.
+        Raises: CheckpointWriteError as `finish`, and if the last one fails.
+        """
+        self.flush()
+        try:
+            saved = checkpoint_utils.save_checkpoint(cfg, trainer, epoch_itr, val_loss, stopping=stopping)
+        except CheckpointWriteError as error:
+            if last:
+                raise
+            self._count_failure(error, trainer.get_num_updates())
+            return True
+        if saved is None:
+            return False
+        self._failed_in_a_row = 0
+        self._on_saved(saved)
+        return True
 
     def settle(self, all_written: bool, any_failed: bool) -> None:
         """Collective, after each update: finish the save if that waits for no disk. The arguments are all ranks'."""

@@ -427,6 +427,23 @@ def fresh_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict]:
         return {}  # a class that cannot be built from its defaults
 
 
+def moments_per_parameter(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes of state that an update leaves behind for each byte of parameters, by trial; 0 for what cannot be tried."""
+    if "elementwise_state" in vars(optimizer):  # cut by ZeRO, which has tried it
+        return float(len(optimizer.elementwise_state))
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.ones_like(parameter)
+    accepted = inspect.signature(type(optimizer)).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    try:
+        trial = type(optimizer)([parameter], **settings)
+        trial.step()
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return 0.0
+    kept = [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
+    return sum(value.numel() * value.element_size() for value in kept) / (4 * parameter.numel())
+
+
 def restore_optimizer_state(
     optimizer: torch.optim.Optimizer,
     saved: Mapping[str, Any],

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Iterator, Mapping
 
+from checkpoint_utils.file_system import sync_folder
 from trainer.errors import ConfigError
 
 _FLUSH_SECONDS = 1.0
@@ -87,7 +88,9 @@ class GrowingFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self._mend(self.path)
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        sync_folder(str(self.path.parent))  # a file whose name is not on the disk goes in a power cut, synced or not
+        return fd
 
     def _failed(self, error: OSError) -> None:
         if not self._failing:
@@ -114,6 +117,7 @@ def replace_end(path: Path, keep: int, tail: bytes) -> None:
             new.flush()
             os.fsync(new.fileno())
         os.replace(aside, path)
+        sync_folder(str(path.parent))  # else what is appended and synced from now on is in a file without a name
     except OSError:
         aside.unlink(missing_ok=True)
         raise

@@ -28,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 
 import checkpoint_utils
 import distributed_utils
-from trainer import run_folder
+from checkpoint_utils.file_system import sync_names
+from trainer import optim, run_folder
 from trainer.background_saves import BackgroundSaves
 from trainer.config import config_differences, get_target, to_plain
 from trainer.data import valid_subsets
@@ -128,6 +129,7 @@ class Run:
         num_updates = self.trainer.get_num_updates()
         self.log.cut_after(num_updates)
         self._report_start(extra_state)
+        self._say_room()
         rank, unit = distributed_utils.get_rank(), self.trainer.sample_unit
         self.progress = Progress(self._total_updates(), cfg.common.log_format, rank, num_updates, unit=unit)
 
@@ -147,6 +149,7 @@ class Run:
         self._made = [folder for folder in (save_dir, *save_dir.parents) if not folder.exists()]
         try:
             save_dir.mkdir(parents=True, exist_ok=True)
+            sync_names(str(save_dir))
             tempfile.TemporaryFile(dir=save_dir).close()
         except OSError as error:
             raise ConfigError(
@@ -207,6 +210,17 @@ class Run:
             dropped=report.dropped,
             changed=changed,
         )
+
+    def _say_room(self) -> None:
+        """Say how large a checkpoint will be and how many fit, while there is time to do something about it."""
+        state = self.trainer.state_dict()
+        if self.checkpoint_cfg.no_save or not self.is_master:
+            return
+        moments = 0.0
+        if state["last_optimizer_state"] is not None and not state["last_optimizer_state"]["state"]:
+            moments = optim.moments_per_parameter(self.trainer.optimizer)
+        not_yet_there = moments * checkpoint_utils.bytes_of_state(state["model"])
+        checkpoint_utils.say_room(self.checkpoint_cfg, state, int(not_yet_there))
 
     def _limits_of_equality(self, extra_state: dict) -> list[str]:
         """What keeps this session from continuing bit by bit, if anything does."""
@@ -388,12 +402,7 @@ class Run:
         cfg, trainer, itr = self.cfg.checkpoint, self.trainer, self.itr
         if self.checkpoint_cfg.write_checkpoints_asynchronously and not ending:
             return self.saves.begin(cfg, trainer, itr, val_loss)
-        self.saves.flush()
-        saved = checkpoint_utils.save_checkpoint(cfg, trainer, itr, val_loss, stopping=stopping)
-        if saved is None:
-            return False
-        self._log_save(saved)
-        return True
+        return self.saves.save(cfg, trainer, itr, val_loss, last=ending, stopping=stopping)
 
     def _log_save(self, saved: checkpoint_utils.SavedCheckpoint) -> None:
         self.time_limit.took("save", time.monotonic() - self._save_begun)
