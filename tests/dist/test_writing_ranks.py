@@ -276,7 +276,7 @@ def test_a_failure_of_any_rank_is_the_same_error_on_all_and_leaves_no_litter(tmp
         assert str(tmp_path / name) in message
         assert all(other[1:3] == (kind, message) for other in others)
         assert all(seconds < SECONDS for _, _, _, seconds, _ in ((expected, kind, message, *_), *others))
-    assert checkpoint_utils.verify_checkpoint(tmp_path / "checkpoint_last.pt") == []
+    assert checkpoint_utils.verify_checkpoint(tmp_path / name) == []
 
 
 def fail_while_streaming(folder: str, failing: int) -> tuple:
