@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -27,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that was not installed
+
+from local_ranks import run_on_ranks  # noqa: E402
 
 from checkpoint_file import ShardedTensor  # noqa: E402
 from checkpoint_file.nests import leaves  # noqa: E402
@@ -169,18 +169,13 @@ def _counted(do: Callable[[], Any]) -> int:
     return total
 
 
-def _rank_main(rank: int, args: argparse.Namespace, port: int, folder: str) -> None:
+def _rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
     logging.disable(logging.WARNING)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks), LOCAL_WORLD_SIZE=str(args.ranks))
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
     for size in args.sizes:
         times = measure(size, args.rounds)
         nbytes = load_bytes(size, folder)
         if rank == args.ranks - 1:
             _print(args.ranks, size, times, nbytes)
-    dist.barrier()  # nobody leaves while a peer still reads from it
-    dist.destroy_process_group()
 
 
 def _print(ranks: int, size: str, times: dict[str, list[float]], nbytes: dict[str, int]) -> None:
@@ -200,11 +195,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help=f"turns of {CHUNK} updates for each side")
     parser.add_argument("--sizes", nargs="+", default=["small", "medium"], choices=list(SIZES))
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank_main, args=(args, port, folder), nprocs=args.ranks)
+        run_on_ranks(_rank_main, args.ranks, args, folder)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import ctypes
 import io
 import mmap
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -32,6 +31,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that was not installed
+
+from local_ranks import run_on_ranks  # noqa: E402
 
 import checkpoint_file  # noqa: E402
 from checkpoint_file import ShardedTensor  # noqa: E402
@@ -212,10 +213,8 @@ def in_one_storage(module: State) -> None:
         module._buffers[name], flat = flat[: tensor.numel()].view(tensor.shape), flat[tensor.numel() :]
 
 
-def rank_main(rank: int, ranks: int, port: int, folder: str, mib: int, turns: int) -> None:
+def rank_main(rank: int, ranks: int, folder: str, mib: int, turns: int) -> None:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    torch.set_num_threads(max(1, os.cpu_count() // ranks))
     torch.manual_seed(0)
     module = State(mib)
     if rank == 0:
@@ -237,7 +236,6 @@ def rank_main(rank: int, ranks: int, port: int, folder: str, mib: int, turns: in
     dist.all_gather_object(gathered, peaks)
     if rank == 0:
         report(times, {name: max(one[name] for one in gathered) for name in acts}, ranks, module)
-    dist.destroy_process_group()
 
 
 def report(times: dict[str, list[tuple[float, float]]], peaks: dict[str, int], ranks: int, module: State) -> None:
@@ -265,12 +263,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--folder", default=None, help="where the files are written; default: a temporary folder")
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        arguments = (args.ranks, port, folder, args.mib, args.turns)
-        torch.multiprocessing.spawn(rank_main, args=arguments, nprocs=args.ranks)
+        run_on_ranks(rank_main, args.ranks, args.ranks, folder, args.mib, args.turns, group_of_one=True)
 
 
 if __name__ == "__main__":

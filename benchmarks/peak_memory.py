@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import os
-import socket
 import sys
 import tempfile
 import threading
@@ -25,6 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that was not installed
+
+from local_ranks import run_on_ranks  # noqa: E402
 
 from trainer import Trainer  # noqa: E402
 
@@ -109,10 +109,7 @@ def settled() -> int:
     return rss_anon()
 
 
-def session(rank: int, ranks: int, port: int, cfg: dict, path: str, resume: bool, results) -> None:
-    if ranks > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-        torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def session(rank: int, cfg: dict, path: str, resume: bool, results) -> None:
     trainer = Wide(cfg)
     itr = trainer.get_train_iterator(1)
     if resume:
@@ -125,19 +122,13 @@ def session(rank: int, ranks: int, port: int, cfg: dict, path: str, resume: bool
             trainer.save_checkpoint(path)
         extra, stays = peak.highest - peak.before, peak.before
     results[rank] = (extra / MIB, stays / MIB)
-    if ranks > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def run(ranks: int, cfg: dict, path: str, resume: bool) -> tuple[float, float]:
     """The worst rank's (peak extra MiB, MiB that it holds in any case)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with torch.multiprocessing.Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(session, args=(ranks, port, cfg, path, resume, results), nprocs=ranks)
+        run_on_ranks(session, ranks, cfg, path, resume, results)
         return max(results[rank] for rank in range(ranks))
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import os
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that was not installed
+
+from local_ranks import run_on_ranks  # noqa: E402
 
 from trainer import Trainer  # noqa: E402
 
@@ -66,10 +66,7 @@ def train(trainer: Wide, num_updates: int) -> None:
         trainer.train_step(next(updates))
 
 
-def session(rank: int, ranks: int, port: int, cfg: dict, path: str, resume: bool, results) -> None:
-    if ranks > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-        torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def session(rank: int, cfg: dict, path: str, resume: bool, results) -> None:
     trainer = Wide(cfg)
     trainer.get_train_iterator(1)
     if resume:
@@ -80,17 +77,12 @@ def session(rank: int, ranks: int, port: int, cfg: dict, path: str, resume: bool
         trainer.save_checkpoint(path)
     train(trainer, 1)
     results[rank] = anonymous_bytes()
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
 
 
 def run(ranks: int, cfg: dict, path: str, resume: bool) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with torch.multiprocessing.Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(session, args=(ranks, port, cfg, path, resume, results), nprocs=ranks)
+        run_on_ranks(session, ranks, cfg, path, resume, results)
         return [results[rank] for rank in range(ranks)]
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -26,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that was not installed
+
+from local_ranks import run_on_ranks  # noqa: E402
 
 import checkpoint_utils  # noqa: E402
 from checkpoint_file import HostBuffer, ShardedTensor  # noqa: E402
@@ -219,11 +220,8 @@ def report(times: dict[str, list[float]], nbytes: int) -> None:
         print(f"{name:12}{median:9.3f}{nbytes / median / 1e9:7.2f}{compared if name != 'ours' else ''}")
 
 
-def run_rank(rank: int, ranks: int, port: int, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    if ranks > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
+    ranks = args.ranks
     state = State(args.mib, rank, ranks)
     if args.asynchronous:
         acts = {"copy": Copy(state), "ours": Blocked(state, folder, args.form)}
@@ -234,8 +232,6 @@ def run_rank(rank: int, ranks: int, port: int, args: argparse.Namespace, folder:
     if rank == 0:
         print(f"{ranks} ranks, {state.own_bytes() * ranks / 2**20:.0f} MiB of state, {state.own_bytes() >> 20} MiB a rank")
         report(times, state.own_bytes() * ranks)
-    if ranks > 1:
-        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -248,14 +244,8 @@ def main() -> None:
     parser.add_argument("--form", choices=list(FORMS), default="file", help="what ours saves")
     parser.add_argument("--against", nargs="*", default=["torch.save", "fairseq", "dcp"])
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        if args.ranks == 1:
-            run_rank(0, 1, port, args, folder)
-        else:
-            torch.multiprocessing.spawn(run_rank, (args.ranks, port, args, folder), nprocs=args.ranks)
+        run_on_ranks(run_rank, args.ranks, args, folder)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ its median is printed. The Trainer's side is the whole loop of a run: data posit
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that was not installed
+
+from local_ranks import run_on_ranks  # noqa: E402
 
 from trainer import Trainer  # noqa: E402
 
@@ -184,11 +185,7 @@ def _check_losses(run, bare: BareLoop) -> None:
     assert len(losses) == len(bare.losses), (len(losses), len(bare.losses))
 
 
-def _rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
-    if args.ranks > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks), LOCAL_WORLD_SIZE=str(args.ranks))
-        torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
+def _rank_main(rank: int, args: argparse.Namespace) -> None:
     for size in args.sizes:
         bare, trainer, ratio = measure(size, args.rounds, args.ranks)
         if rank == 0:
@@ -197,8 +194,6 @@ def _rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
                 f"ratio {ratio:.3f} (goal {GOALS[size]:.2f}); losses equal bit by bit",
                 flush=True,
             )
-    if args.ranks > 1:
-        torch.distributed.destroy_process_group()
 
 
 def main() -> None:
@@ -207,15 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help=f"turns of {CHUNK} updates for each side")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     args = parser.parse_args()
-    if args.ranks == 1:
-        _rank_main(0, args, 0)
-        return
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank_main, args=(args, port), nprocs=args.ranks)
+    run_on_ranks(_rank_main, args.ranks, args)
 
 
 if __name__ == "__main__":

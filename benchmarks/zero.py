@@ -11,8 +11,6 @@ with ZeroRedundancyOptimizer. Each ratio is taken turn by turn against the same 
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import sys
 import time
@@ -26,6 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that was not installed
+
+from local_ranks import run_on_ranks  # noqa: E402
 
 from trainer import Trainer  # noqa: E402
 
@@ -128,19 +128,12 @@ def _most_bytes(state: dict) -> int:
     return int(nbytes)
 
 
-def _rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
+def _rank_main(rank: int, args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore", FutureWarning)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks), LOCAL_WORLD_SIZE=str(args.ranks)
-    )
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
     for size in args.sizes:
         times, nbytes = measure(size, args.rounds)
         if rank == 0:
             _print(args.ranks, size, times, nbytes)
-    dist.barrier()  # nobody leaves while a peer still reads from it
-    dist.destroy_process_group()
 
 
 def _print(ranks: int, size: str, times: dict[str, list[float]], nbytes: dict[str, int]) -> None:
@@ -165,10 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help=f"turns of {CHUNK} updates for each side")
     parser.add_argument("--sizes", nargs="+", default=["1 ms", "5 ms"], choices=list(SIZES))
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank_main, args=(args, port), nprocs=args.ranks)
+    run_on_ranks(_rank_main, args.ranks, args)
 
 
 if __name__ == "__main__":

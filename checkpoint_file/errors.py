@@ -109,7 +109,7 @@ def decided_by_rank_0(
     """Collective. What rank 0's `decide` makes of every rank's `data`, plain values, in the order of ranks.
 
     One gathering and one broadcast. Raises as `agree_on_error` does, also what `decide` raises, which is called only if
-    no rank has an error.
+    no rank has an error. What it could not write is rank 0's error, any other CheckpointError has the rank it names.
     """
     if distributed_utils.get_world_size(group) == 1:
         if error is not None:
@@ -125,7 +125,8 @@ def decided_by_rank_0(
             return None, None, None, decide([data for _, _, data in told])
         except Exception as problem:  # the other ranks wait for the answer
             raised[0] = problem
-            return None, described(problem), failure_of(problem), None
+            rank = 0 if isinstance(problem, CheckpointWriteError) else getattr(problem, "rank", None)
+            return rank, described(problem), failure_of(problem), None
 
     own = (described(error), failure_of(error), data if error is None else None)
     rank, fields, failure, decided = distributed_utils.answer_of_rank_0(own, answer, group)
