@@ -21,7 +21,7 @@ from checkpoint_file.folder_writing import open_folder_writer, write_checkpoint_
 from checkpoint_file.nests import ShardedTensor
 from checkpoint_file.opening import open_checkpoint, open_local_checkpoint, verify_checkpoint
 from checkpoint_file.reading import CheckpointReader
-from checkpoint_file.skeleton import FORMAT_VERSION, TensorRef
+from checkpoint_file.skeleton import FORMAT_VERSION, TensorRef, is_own_format, require_own_format
 from checkpoint_file.sources import READ_METHODS
 from checkpoint_file.verifying import verify_file
 from checkpoint_file.writing import CheckpointWriter, Supply, open_writer, write_checkpoint_file
@@ -45,10 +45,12 @@ __all__ = [
     "UnsavableValueError",
     "agree_on_error",
     "error_kinds",
+    "is_own_format",
     "open_checkpoint",
     "open_folder_writer",
     "open_local_checkpoint",
     "open_writer",
+    "require_own_format",
     "told_by_rank_0",
     "verify_checkpoint",
     "verify_file",

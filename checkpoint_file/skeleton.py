@@ -155,11 +155,16 @@ def unpickled(reader: _SkeletonUnpickler, path: str, what: str) -> Any:
         raise NotACheckpointError(path, problem) from error
 
 
+def is_own_format(skeleton: Any) -> bool:
+    """Whether it is a checkpoint of fairtrain, of whatever version."""
+    return isinstance(skeleton, dict) and "format_version" in skeleton and isinstance(skeleton.get("model"), dict)
+
+
 def require_own_format(skeleton: Any, path: str) -> None:
     """Raise NotACheckpointError, saying what the file holds, unless the skeleton is one that fairtrain wrote."""
     if not isinstance(skeleton, dict):
         raise NotACheckpointError(path, f"holds a {type_name(skeleton)}, not the dict of a checkpoint")
-    if "format_version" in skeleton and isinstance(skeleton.get("model"), dict):
+    if is_own_format(skeleton):
         if skeleton["format_version"] == FORMAT_VERSION:
             return
         version = skeleton["format_version"]

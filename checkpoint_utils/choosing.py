@@ -106,12 +106,14 @@ def decide_what_to_load(cfg: Any, known: Mapping[str, str]) -> tuple[Choice, dic
 
 def facts_of_wish(choice: Choice) -> FileFacts:
     """Raise, naming the override that asked for the file, unless its structure is that of a checkpoint."""
-    any_folder = choice.source == "finetune_from_model" and os.path.isdir(choice.path)  # also of another program
     try:
-        checkpoint_file.open_local_checkpoint(choice.path, own_format=not any_folder).close()
+        with checkpoint_file.open_local_checkpoint(choice.path, own_format=False) as reader:
+            own = checkpoint_file.is_own_format(reader.skeleton)
+            if own:
+                checkpoint_file.require_own_format(reader.skeleton, choice.path)
     except CheckpointError as error:
         raise asked_for_error(choice, error) from error
-    facts = FileFacts(choice.path) if any_folder else read_facts(choice.path)
+    facts = read_facts(choice.path) if own else FileFacts(choice.path)
     if facts.problem is not None:
         raise asked_for_error(choice, CheckpointDamagedError(choice.path, facts.problem))
     return facts

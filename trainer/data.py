@@ -33,6 +33,7 @@ from trainer.data_order import (
 )
 from trainer.data_workers import DatasetError, Fetcher, WorkerPool, collation_of
 from trainer.errors import ConfigError
+from trainer.foreign.position import ELSEWHERE, position_here
 
 __all__ = [
     "BatchIterator",
@@ -290,8 +291,11 @@ class EpochBatchIterator:
 
         max_tokens, batch_size and required_batch_size_multiple may differ from the saved ones: what the old settings
         had given out of the epoch stays given out, the rest of it follows the new ones.
+        A position of another program's run (trainer/foreign/position.py) is told in samples of this run.
         Raises: DataChangedError where the data is not what the position was taken in.
         """
+        if ELSEWHERE in state:
+            state = position_here(state[ELSEWHERE], self.num_samples, (self.batching.batch_size or 0) * self.world_size)
         for key in ("epoch", "samples_in_epoch", "num_samples"):
             if not isinstance(state.get(key), int):
                 raise ConfigError(f"the saved data position has no {key}. To start at epoch 1, add: {_RESET}")

@@ -13,11 +13,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import optim, state
+import checkpoint_file
+from trainer import foreign, optim, state
 from trainer.ema import EMA
 from trainer.partial_state import Selection
 
 logger = logging.getLogger(__name__)
+
+
+def own_layout(
+    reader: Any, model: nn.Module, classes: Mapping[str, str | None], selection: Selection, report: state.LoadReport
+) -> dict[str, Any]:
+    """The state of a file in the layout of ours, whoever wrote it; says in `report` what was taken for what.
+
+    classes: as of state.class_names. Raises: NotACheckpointError, foreign.names.AmbiguousNamesError.
+    """
+    if checkpoint_file.is_own_format(reader.skeleton):
+        checkpoint_file.require_own_format(reader.skeleton, reader.path)
+        return reader.skeleton
+    saved, found = foreign.in_own_layout(reader, foreign.Here.of(model, classes), selection)
+    logger.info("%s is a checkpoint of another program: %s", reader.path, found.kind)
+    report.restored += [f"from {found.kind}", *found.notes]
+    report.dropped += found.left
+    return saved
 
 
 def fill_modules(

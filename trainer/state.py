@@ -236,13 +236,6 @@ def copy_common_part(source: Tensor, target: Tensor) -> None:
     local[part].copy_(source[part])
 
 
-def with_model(saved: Any) -> dict[str, Any]:
-    """The saved nest if it has a `model`, else one whose model is all that is there: bare parameters by their names."""
-    if isinstance(saved, dict) and isinstance(saved.get("model"), dict):
-        return saved
-    return {"model": saved if isinstance(saved, dict) else {}}
-
-
 def _make_room_for_buffers(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """Persistent buffers that grew, or that a fresh module does not have yet, become empty ones of the saved shape."""
     modules = dict(module.named_modules())

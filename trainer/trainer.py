@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import logging
 import math
-import os
 import time
 import uuid
 from typing import Any, Iterable, Mapping
@@ -653,14 +652,13 @@ class Trainer:
         all of the file whatever checkpoint.load_* says, as a run does that goes on from its own checkpoint.
         Raises: CheckpointError (missing, damaged), state.ModelMismatchError, state.ClassMismatchError.
         """
+        selection, report = WHOLE if whole else self._selection, state.LoadReport(path=filename)
         with self._open(filename) as reader:
-            saved = self.upgrade_state_dict(reader.skeleton)
-            report = state.LoadReport(path=filename)
+            saved = self._layout_of(reader, selection, report)
             entry = saved["optimizer_history"][-1] if saved.get("optimizer_history") else {}
             state.check_classes(
                 entry, self.criterion, self.optimizer, self.lr_scheduler, filename, reset_optimizer, reset_lr_scheduler
             )
-            selection = WHOLE if whole else self._selection
             fresh = loading.fill_modules(self.model, self.criterion, saved, reader, selection, report)
             names = [name for name, _ in self._named_parameters]
             loading.fill_optimizer(self.optimizer, names, saved, reader, selection, fresh, reset_optimizer, report)
@@ -675,7 +673,7 @@ class Trainer:
             extra_state = reader.materialize({k: v for k, v in saved["extra_state"].items() if k != "ema"})
             self._load_counters(extra_state, reset_meters, report)
             self.load_task_state_dict(reader.materialize(saved["task_state"]))
-        self.run_id = saved["run_id"]
+        self.run_id = saved["run_id"] or self.run_id
         report.saved_cfg = saved["cfg"]
         self.load_report = report
         self.lr_step_update()
@@ -685,22 +683,24 @@ class Trainer:
     def load_model(self, filename: str) -> None:
         """Take parameters and buffers of model and criterion from `filename`, nothing else (finetune_from_model).
 
-        A folder of torch.distributed.checkpoint may be of another program: the model is its entry `model`, or else
-        all tensors by their names.
+        It may be of any program that trainer.foreign knows, a file or a folder.
         """
-        with self._open(filename, own_format=not os.path.isdir(filename)) as reader:
-            saved = self.upgrade_state_dict(state.with_model(reader.skeleton))
-            self.load_report = state.LoadReport(path=filename, saved_cfg=saved.get("cfg") or {})
+        self.load_report = state.LoadReport(path=filename)
+        with self._open(filename) as reader:
+            saved = self._layout_of(reader, self._selection, self.load_report)
+            self.load_report.saved_cfg = saved.get("cfg") or {}
             loading.fill_modules(self.model, self.criterion, saved, reader, self._selection, self.load_report)
         if self.ema is not None:
             self.ema.restart()
         self._watched.remember()
 
-    def _open(self, filename: str, own_format: bool = True) -> Any:
+    def _open(self, filename: str) -> Any:
         cfg, group = self.cfg.checkpoint, self.data_parallel_process_group
-        return checkpoint_file.open_checkpoint(
-            filename, group, cfg.load_checkpoint_on_all_dp_ranks, own_format, read_method=cfg.read_method
-        )
+        return checkpoint_file.open_checkpoint(filename, group, cfg.load_checkpoint_on_all_dp_ranks, False, cfg.read_method)
+
+    def _layout_of(self, reader: Any, selection: Any, report: state.LoadReport) -> dict:
+        built = state.class_names(self.criterion, self.optimizer, self.lr_scheduler)
+        return self.upgrade_state_dict(loading.own_layout(reader, self.model, built, selection, report))
 
     def _override_optimizer(self, overrides: Any) -> None:
         if overrides:
