@@ -9,7 +9,7 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
-from trainer import run_folder
+from trainer import lease, run_folder
 from trainer.config import complete_config, to_plain
 from trainer.errors import ConfigError
 
@@ -88,7 +88,7 @@ def test_other_ranks_touch_nothing(cfg):
 
 
 def test_a_second_live_run_is_refused_with_the_first_ones_pid(cfg, monkeypatch):
-    monkeypatch.setattr(run_folder, "PATIENCE", 0.2)
+    monkeypatch.setattr(lease, "PATIENCE", 0.2)
     first = hold(cfg.run_dir)
     try:
         with pytest.raises(ConfigError, match=f"alive .pid {first.pid} on .*run_dir="):
@@ -100,7 +100,7 @@ def test_a_second_live_run_is_refused_with_the_first_ones_pid(cfg, monkeypatch):
 
 
 def test_two_runs_of_one_process_are_refused_too_and_the_first_keeps_its_hold(cfg, monkeypatch):
-    monkeypatch.setattr(run_folder, "PATIENCE", 0.1)
+    monkeypatch.setattr(lease, "PATIENCE", 0.1)
     first = run_folder.prepare(cfg.run_dir, cfg, True)
     for _ in range(2):
         with pytest.raises(ConfigError, match="alive"):
@@ -110,7 +110,7 @@ def test_two_runs_of_one_process_are_refused_too_and_the_first_keeps_its_hold(cf
 
 
 def test_a_killed_run_lets_go_although_a_worker_of_it_lives(cfg, monkeypatch):
-    monkeypatch.setattr(run_folder, "PATIENCE", 1.0)
+    monkeypatch.setattr(lease, "PATIENCE", 1.0)
     first = hold(cfg.run_dir, "fork")
     first.kill()
     first.wait()
@@ -120,7 +120,7 @@ def test_a_killed_run_lets_go_although_a_worker_of_it_lives(cfg, monkeypatch):
 
 
 def test_a_start_waits_for_a_run_that_is_just_ending(cfg, monkeypatch):
-    monkeypatch.setattr(run_folder, "PATIENCE", 10.0)
+    monkeypatch.setattr(lease, "PATIENCE", 10.0)
     first = run_folder.prepare(cfg.run_dir, cfg, True)
     program = "import sys; from trainer import run_folder; run_folder.prepare(sys.argv[1], None, True); print('held')"
     second = subprocess.Popen([sys.executable, "-c", program, cfg.run_dir], stdout=subprocess.PIPE, text=True)

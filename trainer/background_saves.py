@@ -117,8 +117,8 @@ class BackgroundSaves:
         save, self._save = self._save, None
         if save is None:
             return
-        if not distributed_utils.is_agreed(error):
-            save.abandon()  # the others stand in an update, and nobody can ask them
+        if getattr(error, "must_not_write", False) or not distributed_utils.is_agreed(error):
+            save.abandon()  # the folder is another run's; or the others stand in an update, and nobody can ask them
             return
         try:
             self._on_saved(save.finish())

@@ -6,6 +6,7 @@
       NonFiniteError      a loss, gradient or parameter that is not finite         status 1
     RuntimeError
       NothingSavedError   stopped by request, and checkpoints are off              status 1
+      FolderLostError     another start has taken the folder over                  status 1
 
 Checkpoint errors are checkpoint_file's, errors of peers are distributed_utils', dataset errors are data's.
 """
@@ -35,3 +36,17 @@ class NothingSavedError(RuntimeError):
 
     def __init__(self, num_updates: int) -> None:
         super().__init__(f"stopped by request at update {num_updates}; nothing was saved (checkpoint.no_save=true)")
+
+
+class FolderLostError(RuntimeError):
+    """This process stood still, or its machine was out of reach, for so long that another start took the folder over."""
+
+    is_user_error = True
+    must_not_write = True  # not even what was begun: the folder is another run's
+
+    def __init__(self, folder: str, owner: str) -> None:
+        self.folder, self.owner = folder, owner
+        super().__init__(
+            f"{folder} was taken over by another start ({owner}), since this process gave no sign of life. It ends here "
+            "and writes nothing more; the other one goes on from the newest checkpoint"
+        )

@@ -1,21 +1,17 @@
 """The folder of a run: made, held by one live run at a time, and the config that is kept in it.
 
-Owns: `<run_dir>/.lock`, `<run_dir>/.hydra/` and how a saved config is found again. Must not know: which
+Owns: `<run_dir>/.hydra/` and how a saved config is found again. Must not know: which
 checkpoint a run goes on from (checkpoint_utils decides), Hydra (`.hydra` is where people look for a config).
 
-What holds: of two processes at most one has `.lock` (flock, so a killed run lets go); `.hydra/config.yaml` is absent
-or whole at every instant; a config that was there before is in `.hydra/N/` before it is replaced.
+What holds: of two processes at most one has the folder (trainer/lease.py); `.hydra/config.yaml` is absent or whole at
+every instant; a config that was there before is in `.hydra/N/` before it is replaced.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
-import socket
-import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,12 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import to_plain
 from trainer.errors import ConfigError
+from trainer.lease import NAME, HeldError, Lease
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 5.0  # seconds that a start waits for a run that is just ending
 KEPT = ("config.yaml", "overrides.yaml")
-NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 def prepare(run_dir: str, cfg: DictConfig, is_master: bool, typed: Sequence[str] = ()) -> RunFolder:
@@ -50,41 +45,43 @@ class RunFolder:
 
     def __init__(self, path: Path, cfg: DictConfig, typed: Sequence[str] = ()) -> None:
         self.path, self._cfg, self._typed = path, cfg, list(typed)
-        self._lock: int | None = None
+        self._lease: Lease | None = None
         self._made: list[Path] = []  # the folders that this start made, innermost first
 
-    def hold(self) -> None:
-        """Take the lock, or say who has it."""
-        lock = self._open_lock()
-        while True:
-            try:
-                _flock(lock, self.path)
-                if _is_the_file(lock, self.path / ".lock"):
-                    break
-                os.close(lock)
-                lock = self._open_lock()  # a start that was refused took the file with it
-            except BaseException:
-                os.close(lock)
-                raise
-        self._lock = lock
-        _close_in_children(self)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-
-    def _open_lock(self) -> int:
+    def hold(self, override: str = "run_dir") -> None:
+        """Take the folder, or say who has it. override: the setting that named it."""
         try:
-            self._made = self._made or [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-            self.path.mkdir(parents=True, exist_ok=True)
-            return os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            self._take()
         except OSError as error:
             raise ConfigError(
-                f"run_dir {str(self.path)!r} cannot be written ({error.strerror}). Choose another with run_dir=..."
+                f"{override} {str(self.path)!r} cannot be written ({error.strerror}). Choose another with {override}=..."
             ) from error
+        except HeldError as error:
+            raise ConfigError(
+                f"{override} {str(self.path)!r} belongs to a run that is alive ({error}). Choose another: {override}=..."
+            ) from error
+
+    def _take(self) -> None:
+        lease = Lease(self.path)
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                lease.take()
+                break
+            except FileNotFoundError:  # a start that was refused took the folder with it
+                continue
+        self._lease = lease
+
+    def check(self, surely: bool = False) -> None:
+        """Raise FolderLostError if another start has taken the folder over (`Lease.check`)."""
+        if self._lease is not None:
+            self._lease.check(surely)
 
     def discard(self) -> None:
         """This start is refused: take away the folders that it made, if nobody has put anything in them."""
-        if self._lock is not None and self._made and os.listdir(self.path) == [".lock"]:
-            os.unlink(self.path / ".lock")
+        if self._lease is not None and self._made and os.listdir(self.path) == [NAME]:
+            os.unlink(self.path / NAME)
             for folder in self._made:
                 try:
                     folder.rmdir()
@@ -94,7 +91,7 @@ class RunFolder:
 
     def write_config(self) -> None:
         """Keep this start's config and overrides in `.hydra/`, what was there before in `.hydra/N/`."""
-        if self._lock is None:
+        if self._lease is None:
             return
         kept = self.path / ".hydra"
         texts = {
@@ -113,56 +110,9 @@ class RunFolder:
 
     def close(self) -> None:
         """Let go of the folder. The lock file stays."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def _is_the_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _close_in_children(folder: RunFolder) -> None:
-    """A forked worker must not hold the lock: it may live a little longer than its parent."""
-    reference = weakref.ref(folder)
-
-    def forget() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()  # closing a child's copy of the descriptor leaves the parent's lock
-
-    os.register_at_fork(after_in_child=forget)
-
-
-def _flock(lock: int, path: Path) -> None:
-    import fcntl
-
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in NO_LOCKS_HERE:
-                return logger.warning(
-                    "%s: this file system has no locks; see to it that one run at a time is here", path
-                )
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise ConfigError(
-                    f"run_dir {str(path)!r} cannot be locked ({error.strerror}). Choose another: run_dir=..."
-                ) from error
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"run_dir {str(path)!r} belongs to a run that is alive ({_holder(lock)}). Choose another: run_dir=..."
-            )
-        time.sleep(0.05)
-
-
-def _holder(lock: int) -> str:
-    pid, _, host = os.pread(lock, 200, 0).decode(errors="replace").strip().partition(" ")
-    return f"pid {pid} on {host}" if host else "its pid is not known"
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
 
 def _keep_earlier(kept: Path) -> None:

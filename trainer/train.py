@@ -67,6 +67,8 @@ def main(cfg: DictConfig, typed: Sequence[str] = ()) -> int:
                 return run.train()
             except BaseException as error:
                 run.saves.leave(error)
+                if getattr(error, "must_not_write", False):
+                    run.log = None  # nor what waits to be written
                 raise
         finally:
             run.close()
@@ -100,6 +102,7 @@ class Run:
         self.log: RunLog | None = None
         self.progress: Progress | None = None
         self.folder: Any = None
+        self.save_folder: Any = None  # the folder of checkpoints, where it lies outside
         self._made: list[Path] = []  # the folders that were made for checkpoints, innermost first
         # Read after each update: a field of an OmegaConf node costs as much as a line of the log.
         self.dataset_cfg, self.checkpoint_cfg = _plain(cfg.dataset), _plain(cfg.checkpoint)
@@ -147,6 +150,9 @@ class Run:
             return
         save_dir = Path(self.checkpoint_cfg.save_dir).expanduser()
         self._made = [folder for folder in (save_dir, *save_dir.parents) if not folder.exists()]
+        if not save_dir.resolve().is_relative_to(self.folder.path.resolve()):  # another run may have been told the same
+            self.save_folder = run_folder.RunFolder(save_dir, self.cfg)
+            self.save_folder.hold("checkpoint.save_dir")
         try:
             save_dir.mkdir(parents=True, exist_ok=True)
             sync_names(str(save_dir))
@@ -292,6 +298,7 @@ class Run:
         except ArithmeticError as error:
             self._add_samples(error)
             raise
+        self.folder.check()
         if stats is not None:
             self._log_update(stats)
         self.trainer.settle_saves()
@@ -396,6 +403,9 @@ class Run:
 
         ending: nothing is trained after it, so that it is waited for. stopping: somebody asked for that.
         """
+        for folder in (self.folder, self.save_folder):
+            if folder is not None:
+                folder.check(surely=True)
         self.log.flush()
         self.requests.clear_save()
         self._save_begun = time.monotonic()
@@ -494,6 +504,8 @@ class Run:
 
     def discard(self) -> None:
         """The run is refused before its first update: leave no trace of it."""
+        if self.save_folder is not None:
+            self.save_folder.discard()
         for folder in self._made:
             try:
                 folder.rmdir()
@@ -503,7 +515,7 @@ class Run:
             self.folder.discard()
 
     def close(self) -> None:
-        for part in (self.progress, self.log, self.folder):
+        for part in (self.progress, self.log, self.save_folder, self.folder):
             if part is not None:
                 part.close()
 
