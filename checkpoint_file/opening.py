@@ -26,8 +26,8 @@ from checkpoint_file.verifying import verify_file
 logger = logging.getLogger(__name__)
 
 DCP_HINT = (
-    ". It is a folder of torch.distributed.checkpoint without the fairtrain.pt of ours; to take its parameters: "
-    "checkpoint.finetune_from_model=FOLDER"
+    ". It is a folder of torch.distributed.checkpoint without the fairtrain.pt of ours; a run goes on from it with "
+    "checkpoint.restore_file=FOLDER, and takes its parameters alone with checkpoint.finetune_from_model=FOLDER"
 )
 
 
