@@ -245,20 +245,19 @@ def test_a_new_restore_file_wins_once_and_what_lies_beyond_is_abandoned(tmp_path
     assert third.num_updates == 13
 
 
-def test_a_folder_of_another_program_is_no_checkpoint_to_continue_from(tmp_path, folder):  # [R6]
+def test_a_folder_of_another_program_is_taken_where_it_was_asked_for(tmp_path, folder):  # [R6]
     import torch.distributed.checkpoint as dcp
 
     plain = tmp_path / "plain"
     dcp.save({"model": {"weight": torch.full((8,), 3.0)}, "optimizer": {"lr": 0.1}}, checkpoint_id=plain, no_dist=True)
-    cfg = config(folder, restore_file=str(plain))
-    with pytest.raises(
-        checkpoint_file.NotACheckpointError, match="model, optimizer.*finetune_from_model.*restore_file"
-    ):
-        checkpoint_utils.load_checkpoint(cfg, FolderTrainer(cfg))
-    cfg = config(folder, finetune_from_model=str(plain))
-    trainer = FolderTrainer(cfg)
-    trainer.load_model = trainer.calls.append
-    assert checkpoint_utils.load_checkpoint(cfg, trainer)[0] is None and trainer.calls == [str(plain)]
+    with pytest.raises(checkpoint_file.NotACheckpointError, match="model, optimizer.*restore_file.*finetune_from_model"):
+        checkpoint_file.open_checkpoint(plain)
+    for wish, load in (("restore_file", "load_checkpoint"), ("finetune_from_model", "load_model")):
+        cfg = config(folder, **{wish: str(plain)})
+        trainer, taken = FolderTrainer(cfg), []
+        setattr(trainer, load, lambda path, taken=taken, **_: taken.append(path) or {})
+        checkpoint_utils.load_checkpoint(cfg, trainer)
+        assert taken == [str(plain)]
 
 
 def test_a_plain_folder_without_checkpoint_says_so(tmp_path):
