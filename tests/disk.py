@@ -4,7 +4,7 @@
 
 So a test counts calls, records them, fails them with an error of its choice, or ends the process before, in the middle
 of or after any of them. It sees what Python does, with `os`, `open`, `pathlib` and `shutil`; what a library writes from
-C it does not see (nothing here does: test_power_cut compares it with strace).
+C it does not see; strace does (tests/power_cut.py).
 """
 
 from __future__ import annotations

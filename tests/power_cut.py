@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -223,3 +224,95 @@ def lay_out(tree: Tree, folder: Path) -> None:
             os.symlink(content, folder / name)
         else:
             (folder / name).write_bytes(content)
+
+
+# ---- from strace
+
+
+STRACE = ("strace", "-f", "-y", "-xx", "-s", "100000000", "--seccomp-bpf", "-e", "trace=" + ",".join((
+    "open", "openat", "write", "pwrite64", "lseek", "fsync", "fdatasync", "ftruncate", "truncate", "rename", "renameat",
+    "renameat2", "link", "linkat", "symlink", "symlinkat", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir",
+)))  # fmt: skip
+
+
+class StraceReader:
+    """The calls below `root` in what STRACE wrote, as `recorded` gives them. Knows which files there are, and file positions."""
+
+    def __init__(self, root: str | os.PathLike) -> None:
+        self._root = os.path.realpath(root)
+        self._there: set[str] = set()
+        self._positions: dict[str, int] = {}  # of descriptors, by "3</path>"; -1: it appends
+        self._unfinished: dict[str, str] = {}
+
+    def calls(self, lines: Iterator[str]) -> Iterator[tuple[str, int, Call]]:
+        for line in lines:
+            process, _, text = line.rstrip("\n").partition(" ")
+            text = text.lstrip()
+            if text.endswith("<unfinished ...>"):
+                self._unfinished[process] = text.removesuffix("<unfinished ...>").rstrip()
+                if text.startswith(("fsync", "fdatasync")):
+                    yield from self._read(int(process), f"{self._unfinished[process]}) = 0", ("begin",))
+                continue
+            resumed = re.match(r"<\.\.\. \w+ resumed>(.*)", text)
+            if resumed:
+                text = self._unfinished.pop(process) + resumed[1]
+            yield from self._read(int(process), text, ("end",) if resumed else ("begin", "end"))
+
+    def _read(self, process: int, text: str, whats: tuple[str, ...]) -> Iterator[tuple[str, int, Call]]:
+        match = re.fullmatch(r"(\w+)\((.*)\)\s+= (-?\d+)(?:<(.*?)>)?.*", text)
+        if match is None or match[3].startswith("-"):
+            return
+        name, arguments = match[1], [unhexed(argument) for argument in match[2].split(", ")]
+        call = self._call(name.removesuffix("2").removesuffix("at"), name, arguments, match[3], unhexed(match[4] or ""))
+        if call is not None and call.path.startswith(self._root):
+            yield from ((what, process, call) for what in whats if what == "end" or call.kind == "fsync")
+
+    def _call(self, kind: str, name: str, arguments: list[Any], result: str, opened: str) -> Call | None:
+        if kind == "open":
+            flags = arguments[2] if name == "openat" else arguments[1]
+            self._positions[f"{result}<{opened}>"] = -1 if "O_APPEND" in flags else 0
+            if "O_CREAT" in flags and opened not in self._there:
+                self._there.add(opened)
+                return Call("create", opened)
+            return Call("truncate", opened) if "O_TRUNC" in flags else None
+        if kind in ("write", "pwrite64"):
+            fd, data = arguments[0], arguments[1].encode("latin1")[: int(result)]
+            at = int(arguments[3]) if kind == "pwrite64" else self._positions.get(fd, 0)
+            if kind == "write" and at >= 0:
+                self._positions[fd] = at + len(data)
+            return Call("write", path_of(fd), data=data, offset=at)
+        if kind == "lseek":
+            if self._positions.get(arguments[0], 0) >= 0:
+                self._positions[arguments[0]] = int(result)
+            return None
+        if kind in ("fsync", "fdatasync"):
+            return Call("fsync", path_of(arguments[0]))
+        if kind in ("ftruncate", "truncate"):
+            path = path_of(arguments[0]) if kind == "ftruncate" else arguments[0]
+            return Call("truncate", path, size=int(arguments[1]))
+        return self._naming(kind, arguments)
+
+    def _naming(self, kind: str, arguments: list[Any]) -> Call:
+        """rename, link, symlink, unlink, mkdir, rmdir: paths, each behind the folder that it starts from if there is one."""
+        paths, folder = [], ""
+        for argument in arguments:
+            if re.fullmatch(r"(AT_FDCWD|\d+)<.*>", argument):
+                folder = path_of(argument)
+            elif not re.fullmatch(r"\d+|[A-Z_|]+", argument):
+                paths.append(os.path.join(folder, argument) if kind != "symlink" or paths else argument)
+        if kind == "symlink":
+            return Call("symlink", paths[1], paths[0])
+        if kind in ("rename", "unlink"):
+            self._there.discard(paths[0])
+        self._there.update(paths[1:])
+        return Call(kind, paths[0], *paths[1:2])
+
+
+def unhexed(text: str) -> str:
+    r"""What strace -xx wrote as "\x66\x6f", without its quotes."""
+    return re.sub(r"\\x([0-9a-f]{2})", lambda m: chr(int(m[1], 16)), text.strip().strip('"'))
+
+
+def path_of(described: str) -> str:
+    """/path of "3</path>"."""
+    return described.partition("<")[2].removesuffix(">")

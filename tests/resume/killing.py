@@ -18,6 +18,7 @@ import random
 import re
 import signal
 import struct
+import sys
 import tempfile
 import time
 import traceback
@@ -39,6 +40,11 @@ LAYOUTS = {
     "zero": (2, {"zero_sharding": "os"}),
     "fully sharded": (2, {"ddp_backend": "fully_sharded"}),
 }
+COMMAND = [
+    sys.executable, "-m", "trainer", "+task._target_=tests.resume.task.Toy", "common.cpu=true", "common.num_threads=1",
+    "dataset.batch_size=4", "optimization.lr=0.01", "optimization.max_update=4", "checkpoint.save_interval_updates=1",
+    "checkpoint.keep_interval_updates=1", "common.log_format=none",
+]  # fmt: skip
 KNOWN = {"checkpoints", "log.jsonl", "train.log", ".hydra", ".lock"}  # in the folder of a run
 
 
@@ -335,15 +341,24 @@ def _campaign(sender: Any, *args: Any) -> None:
         sender.send((None, traceback.format_exc()))
 
 
-def random_kills(number: int, seed: int, world_size: int, session_s: float, num_calls: int) -> list[Kill]:
-    """Half of them at a random moment of the first `session_s` seconds, half at a random call among `num_calls`."""
+def calls_one_after_another(count: int) -> list[Kill]:
+    """Kill the first session at its first call, the second at its second, …: a session goes on from the one before."""
+    return [Kill(call=call, torn=call % 2 == 1) for call in range(1, count + 1)]
+
+
+def random_kills(number: int, seed: int, num_calls: list[int], session_s: float) -> list[Kill]:
+    """Half at a random moment of `session_s` seconds, half at a random call of a random rank among the first tenth.
+
+    num_calls: of each rank, in the run that nobody kills.
+    """
     rng = random.Random(seed)
     kills = []
     for i in range(number):
         if i % 2:
             kills.append(Kill(after_s=rng.uniform(0, session_s)))
         else:
-            kills.append(Kill(call=rng.randint(1, num_calls), rank=rng.randrange(world_size), torn=rng.random() < 0.5))
+            rank = rng.randrange(len(num_calls))
+            kills.append(Kill(call=rng.randint(1, max(4, num_calls[rank] // 8)), rank=rank, torn=rng.random() < 0.5))
     return kills
 
 

@@ -43,11 +43,9 @@ QUICK = [
     ("read-only", Arrangement("data parallel", folder=True)),
     ("fsync error", Arrangement("zero", asynchronous=True)),
 ]
-ALL = [
-    (trouble, Arrangement(layout, folder, asynchronous))
-    for trouble in WORDS
-    for layout in LAYOUTS
-    for folder, asynchronous in ((False, False), (True, False), (False, True))
+FORMS = ((False, False), (True, False), (False, True), (True, True))  # folder, asynchronous
+ALL = [  # each trouble in each layout, the forms taking turns
+    (trouble, Arrangement(layout, *FORMS[(i + j) % 4])) for i, trouble in enumerate(WORDS) for j, layout in enumerate(LAYOUTS)
 ]
 
 
