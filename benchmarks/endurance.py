@@ -102,23 +102,16 @@ def measure(rows: list[dict], name: str) -> float:
 
 
 def draw(ranks: list[list[dict]], path: str) -> None:
-    import matplotlib
+    from trainer.plot import Curve, Panel, write_png
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = ("seconds", "memory", *COUNTS)
-    figure, axes = pyplot.subplots(len(names), 1, sharex=True, figsize=(8, 2 * len(names)))
-    for axis, name in zip(axes, names):
-        for rank, rows in enumerate(ranks):
-            points = [(row["update"], row[name]) for row in rows if name in row]
-            axis.plot(*zip(*points), linewidth=0.7, label=f"rank {rank}")
-        axis.set_ylabel(name)
-        axis.set_ylim(bottom=0)
-    axes[-1].set_xlabel("updates")
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path)
+    panels = []
+    for name in ("seconds", "memory", *COUNTS):
+        curves = [
+            Curve(f"rank {rank}", [(row["update"], row[name]) for row in rows if name in row])
+            for rank, rows in enumerate(ranks)
+        ]
+        panels.append(Panel(name, "updates", curves))
+    write_png(panels, Path(path), height=260)
 
 
 def main() -> int:
@@ -130,7 +123,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--async", dest="asynchronous", action="store_true")
     parser.add_argument("--folder", action="store_true", help="checkpoints are folders (use_sharded_state)")
-    parser.add_argument("-o", "--output", help="a picture of the curves, or with .json the numbers")
+    parser.add_argument("-o", "--output", help="a PNG of the curves, or with .json the numbers")
     args = parser.parse_args()
     every = max(1, args.updates // args.saves)
     with tempfile.TemporaryDirectory(prefix="endurance_") as folder:
