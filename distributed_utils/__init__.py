@@ -16,9 +16,19 @@ from distributed_utils.errors import (
     PeerError,
     StoppedAtStartError,
 )
-from distributed_utils.failures import Failure, agree, agreed, exit_status_of, is_agreed, peer_failure, publish_failure
+from distributed_utils.failures import (
+    Failure,
+    agree,
+    agreed,
+    exit_status_of,
+    failure_of_launch,
+    is_agreed,
+    peer_failure,
+    publish_failure,
+)
 from distributed_utils.gathering import all_gather_list, answer_of_rank_0
 from distributed_utils.groups import call_main, gather_ranks, init_process_group
+from distributed_utils.heartbeat import Heartbeat, StalledError
 from distributed_utils.launcher import LaunchFacts, launch_facts, stale_variables
 from distributed_utils.objects import (
     BUCKET_BYTES,
@@ -37,6 +47,7 @@ from distributed_utils.ranks import (
     get_world_size,
     is_master,
 )
+from distributed_utils.stall_watch import LocalWatch, OwnStalls
 
 __all__ = [
     "BUCKET_BYTES",
@@ -44,13 +55,17 @@ __all__ = [
     "CannotSendError",
     "DistributedTrainingConfig",
     "Failure",
+    "Heartbeat",
     "LAUNCH_VARIABLES",
     "LaunchEnvironmentError",
     "LaunchFacts",
+    "LocalWatch",
     "LostStoreError",
+    "OwnStalls",
     "PACKED_BYTES",
     "PeerError",
     "PeerWatch",
+    "StalledError",
     "StoppedAtStartError",
     "agree",
     "agreed",
@@ -64,6 +79,7 @@ __all__ = [
     "communication_device",
     "die_with_parent",
     "exit_status_of",
+    "failure_of_launch",
     "gather_ranks",
     "get_global_rank",
     "get_local_world_size",

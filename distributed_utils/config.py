@@ -56,6 +56,13 @@ class DistributedTrainingConfig:
     timeout_s: float = field(
         default=1800.0, metadata={"help": "seconds after which a collective that a rank does not join fails, > 0"}
     )
+    heartbeat_timeout: float = field(
+        default=-1.0,
+        metadata={
+            "help": "seconds without progress of a rank after which it is named, with its stack, and the run ends with "
+            "status 1; -1: never"
+        },
+    )
 
     def problems(self) -> list[str]:
         """Sentences about values that cannot work."""
@@ -90,5 +97,16 @@ class DistributedTrainingConfig:
             found.append(
                 f"distributed_training.timeout_s is {self.timeout_s}, but it must be above 0: "
                 "distributed_training.timeout_s=1800"
+            )
+        if self.heartbeat_timeout <= 0 and self.heartbeat_timeout != -1:
+            found.append(
+                f"distributed_training.heartbeat_timeout is {self.heartbeat_timeout:g}, but it must be above 0, or -1 for "
+                "none: distributed_training.heartbeat_timeout=-1"
+            )
+        if self.heartbeat_timeout >= self.timeout_s > 0:
+            found.append(
+                f"distributed_training.heartbeat_timeout is {self.heartbeat_timeout:g}, but it must be below "
+                f"distributed_training.timeout_s={self.timeout_s:g}, after which the waiting ranks give up themselves: "
+                f"distributed_training.timeout_s={2 * self.heartbeat_timeout:g}"
             )
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -12,6 +11,9 @@ import torch.distributed as dist
 from distributed_utils.errors import PeerError
 from distributed_utils.gathering import all_gather_list
 from distributed_utils.ranks import get_rank, get_world_size
+
+
+LATEST_START = "latest_start"  # the key in the store of a launch for the prefix of the last start of its ranks
 
 
 def agree(error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
@@ -84,12 +86,12 @@ def publish_failure(error: BaseException | Failure, store: dist.Store | None = N
         return failure
 
 
-def peer_failure(store: dist.Store | None = None, run_id: str | None = None) -> Failure | None:
+def peer_failure(store: dist.Store | None = None) -> Failure | None:
     """The first failure that a rank has published; None if there is none, or no process group and no `store`.
 
-    store: of the launch, where there is no process group. run_id: of the launch, for who is none of its ranks.
+    store: of the launch, where there is no process group.
     """
-    store = failure_store(store, run_id)
+    store = failure_store(store)
     try:
         return published(store) if store is not None else None
     except (dist.DistError, RuntimeError):
@@ -105,16 +107,28 @@ def published(store: dist.Store) -> Failure | None:
     return Failure(*json.loads(store.get("failure"))) if store.check(["failure"]) else None
 
 
-def failure_store(store: dist.Store | None = None, run_id: str | None = None) -> dist.Store | None:
+def failure_of_launch(store: dist.Store) -> Failure | None:
+    """As `peer_failure`, for a launcher, who has the bare `store`: of the ranks that were started last."""
+    try:
+        if not store.check([LATEST_START]):
+            return None
+        return peer_failure(dist.PrefixStore(store.get(LATEST_START).decode(), store))
+    except (dist.DistError, RuntimeError):
+        return None
+
+
+def failure_store(store: dist.Store | None = None) -> dist.Store | None:
     """Where failures are published: in the store of the launch, the process group's if none is given."""
     if store is None and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
-    return None if store is None else peers_store(store, run_id)
+    return None if store is None else peers_store(store)
 
 
-def peers_store(store: dist.Store, run_id: str | None = None) -> dist.Store:
-    """What ranks tell of themselves in the store of the launch, apart from the keys of process groups."""
-    while isinstance(store, dist.PrefixStore):
+def peers_store(store: dist.Store) -> dist.Store:
+    """What ranks tell of themselves in the store of the launch, apart from the keys of process groups.
+
+    It lies under the prefix that stands next to the bare store: that of this start (`gather_ranks`).
+    """
+    while isinstance(store, dist.PrefixStore) and isinstance(store.underlying_store, dist.PrefixStore):
         store = store.underlying_store
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "") if run_id is None else run_id
-    return dist.PrefixStore(f"peers/{run_id}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore("peers", store)

@@ -1,7 +1,8 @@
 """What every rank knows, brought together: to all ranks, or to rank 0, which answers.
 
 Small values in few messages. Over gloo they go by a star: a gathering by rank 0, then its broadcast. Measured with four
-ranks on two cores, 1 ms, where an all_gather of as many bytes, which goes round all ranks, takes 4 ms.
+ranks on two cores, 1 ms, where an all_gather of as many bytes, which goes round all ranks, takes 4 ms. They wait as long
+as it takes, whatever the timeout of the group: ranks come to them from work of unequal length.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from torch import Tensor
 
 from distributed_utils.errors import CannotSendError, PeerError
 from distributed_utils.plain_values import dumps, loads, refuse, refuse_tensor
-from distributed_utils.ranks import communication_device, get_global_rank, get_rank, get_world_size
+from distributed_utils.ranks import (
+    AS_LONG_AS_IT_TAKES,
+    barrier,
+    communication_device,
+    get_global_rank,
+    get_rank,
+    get_world_size,
+)
 
 FRAME_BYTES = 8192  # of what one rank gives: more than this takes a second round
 REPLY_BYTES = 16384  # of what rank 0 answers: more than this takes further messages
@@ -132,7 +140,7 @@ def _size_in(message: bytes) -> int:
 def _gather(mine: bytes, size: int, members: dist.ProcessGroup) -> list[bytes]:
     """On rank 0 the first `size` bytes of each rank, padded by zeros; elsewhere nothing."""
     options = dist.GatherOptions()
-    options.rootRank = 0
+    options.rootRank, options.timeout = 0, AS_LONG_AS_IT_TAKES
     into = [torch.empty(size, dtype=torch.uint8) for _ in range(members.size())] if members.rank() == 0 else []
     members.gather([into] if into else [], [_tensor(mine, size)], options).wait()
     return [one.numpy().tobytes() for one in into]
@@ -140,7 +148,7 @@ def _gather(mine: bytes, size: int, members: dist.ProcessGroup) -> list[bytes]:
 
 def _broadcast(mine: bytes, size: int, members: dist.ProcessGroup) -> bytes:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, AS_LONG_AS_IT_TAKES
     message = _tensor(mine, size)
     members.broadcast([message], options).wait()
     return message.numpy().tobytes()
@@ -154,6 +162,7 @@ def _tensor(data: bytes, size: int) -> Tensor:
 
 
 def _all_gather_bytes(mine: bytes, group: Any) -> list[bytes]:
+    barrier(group)  # ranks may come from work of unequal length
     comm = communication_device(group)
     sizes = [int(size) for size in _all_gather(torch.tensor([len(mine)], device=comm), group)]
     gathered = _all_gather(_tensor(mine, max(sizes)).to(comm), group)

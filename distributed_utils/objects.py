@@ -23,7 +23,7 @@ from distributed_utils.plain_values import (
     refuse,
     refuse_tensor,
 )
-from distributed_utils.ranks import communication_device, get_rank, get_world_size
+from distributed_utils.ranks import barrier, communication_device, get_rank, get_world_size
 
 BUCKET_BYTES = 32 * 2**20  # what a rank holds in flight beside the object itself
 PACKED_BYTES = 2**20  # blocks up to this size share a bucket, larger ones travel straight from and to their memory
@@ -49,6 +49,7 @@ def broadcast_object(
     """
     if get_world_size(group) == 1:
         return obj
+    barrier(group)  # ranks may come from work of unequal length
     comm = torch.device(dist_device) if dist_device is not None else communication_device(group)
     is_source = dist.get_rank() == src_rank
     if is_source:

@@ -9,13 +9,16 @@ import signal
 import sys
 import threading
 import time
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from distributed_utils import stack_dumps
 from distributed_utils.failures import Failure, failure_store, publish, published
 from distributed_utils.launcher import LaunchFacts
-from distributed_utils.ranks import get_rank
+from distributed_utils.ranks import get_rank, get_world_size
+from distributed_utils.stall_watch import OwnStalls, RankStalls, Stall, end_after
 
 
 class PeerWatch:
@@ -24,6 +27,8 @@ class PeerWatch:
     It looks once a second whether a failure is published, whether the next rank of this machine has died without a
     word (it then publishes that), and whether the launcher is gone. It uses a connection of its own to the store.
     A failure seen, it leaves the main thread `grace_s` to end by itself, then ends the process with status 1.
+
+    stalls: this rank's progress, where ranks that make none are to be found; `tell(error, rank)` then prints the report.
     """
 
     def __init__(
@@ -32,6 +37,8 @@ class PeerWatch:
         interval_s: float = 1.0,
         grace_s: float = 2.5,
         store: dist.Store | None = None,
+        stalls: OwnStalls | None = None,
+        tell: Callable[[BaseException, int], Any] | None = None,
     ) -> None:
         self._interval, self._grace = interval_s, grace_s
         self._rank = get_rank() if facts is None else facts.rank
@@ -43,6 +50,13 @@ class PeerWatch:
         self._main_store, self._store = store, store.clone()
         self._neighbour = self._publish_pid(facts)
         self._neighbour_fd: int | None = None
+        self._tell, self._own_stalls = tell, stalls
+        self._holds_store = facts is not None and facts.rank == 0 and not facts.store_is_agents
+        self._stalls: RankStalls | None = None
+        if stalls is not None:
+            world_size = get_world_size() if facts is None else facts.world_size
+            local = (self._rank, world_size) if facts is None else (facts.local_rank, facts.local_world_size)
+            self._stalls = RankStalls(stalls, self._main_store, self._rank, world_size, local)
         self._thread = threading.Thread(target=self._run, name="peer-watch", daemon=True)
         self._thread.start()
 
@@ -54,6 +68,8 @@ class PeerWatch:
         """End the thread; at once, unless it waits for the store."""
         self._stop.set()
         self._thread.join(timeout=2.0)
+        if self._own_stalls is not None:
+            self._own_stalls.rest()
         if self._neighbour_fd is not None:
             os.close(self._neighbour_fd)
             self._neighbour_fd = None
@@ -99,12 +115,15 @@ class PeerWatch:
                     message = "died without a report (killed, out of memory, or a crash)"
                     publish(self._store, Failure(self._neighbour, "ProcessDied", message))
                 failure = published(self._store)
+                stall = self._stalls.check(self._store) if self._stalls is not None and failure is None else None
                 store_lost_since = None
             except (dist.DistError, RuntimeError):
-                failure = None
+                failure = stall = None
                 store_lost_since = store_lost_since or time.monotonic()
                 if time.monotonic() - store_lost_since > 5.0:
                     self._end("the store of the launch is gone")
+            if stall is not None:
+                self._end_stalled(stall)
             if failure is not None and failure.rank != self._rank and not self._stop.wait(self._grace):
                 self._end(f"rank {failure.rank} failed ({failure.class_name})")
 
@@ -121,6 +140,24 @@ class PeerWatch:
                 self._stop.wait(0.1)  # not in a busy loop while others act on the death
                 return True
         return False
+
+    def _end_stalled(self, stall: Stall) -> NoReturn:
+        """Make the stall known and end this process; a silent one is killed, since it hears nothing else."""
+        end_after(lambda: self._tell_stalled(stall))
+
+    def _tell_stalled(self, stall: Stall) -> None:
+        try:
+            first = publish(self._store, stall.failure)
+        except (dist.DistError, RuntimeError):  # the store died with its host
+            first = stall.failure
+        if first != stall.failure:
+            self.say_once(f"rank {self._rank} ends: rank {first.rank} failed ({first.class_name})")
+        elif self._tell is not None and self._said.acquire(blocking=False):
+            self._tell(stall.error, stall.rank)
+        if stall.pid is not None:
+            stack_dumps.kill(stall.pid)
+        if self._holds_store:
+            time.sleep(2.5)  # the store dies with this process: the others must have read it
 
     def _end(self, why: str) -> NoReturn:
         self.say_once(f"rank {self._rank} ends: {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 
 import torch
@@ -33,10 +34,20 @@ def is_master(group: dist.ProcessGroup | None = None) -> bool:
     return get_rank(group) == 0
 
 
+# More than any run lasts, and few enough milliseconds for the clocks of the backends.
+AS_LONG_AS_IT_TAKES = datetime.timedelta(days=1000)
+
+
 def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Return when every rank of `group` has called."""
+    """Return when every rank of `group` has called, however long the slowest takes.
+
+    The timeout of the process group does not count here: ranks come from work of unequal length, such as a save or a
+    validation. A rank that dies ends the wait; one that stands still is found by `heartbeat_timeout`.
+    """
     if get_world_size(group) > 1:
-        dist.all_reduce(torch.zeros(1, device=communication_device(group)), group=group)
+        token = torch.zeros(1, device=communication_device(group))
+        (group or dist.group.WORLD).allreduce([token], dist.ReduceOp.SUM, AS_LONG_AS_IT_TAKES).wait()
+        token.item()  # with an accelerator's backend the wait above is not this process's, but the device's
 
 
 def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:

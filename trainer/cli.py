@@ -74,13 +74,15 @@ def _run(argv: Sequence[str]) -> int:
 def _launch(cfg: DictConfig, typed: list[str], argv: Sequence[str]) -> int:
     from trainer import launch
 
+    heartbeat = launch.Heartbeat()
+
     def train() -> int:
         from trainer import train
 
         launch.set_num_threads(cfg.common.num_threads)
-        return train.main(cfg, typed)
+        return train.main(cfg, typed, heartbeat)
 
-    return launch.run(train, cfg.distributed_training, list(argv), cpu=cfg.common.cpu)
+    return launch.run(train, cfg.distributed_training, list(argv), cpu=cfg.common.cpu, heartbeat=heartbeat)
 
 
 def help_text(flags: argparse.Namespace) -> str:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import distributed_utils
-from distributed_utils import Failure, LaunchFacts, PeerError, PeerWatch
+from distributed_utils import Failure, Heartbeat, LaunchFacts, LocalWatch, OwnStalls, PeerError, PeerWatch, StalledError
 from trainer.preemption import SIGNALS, STOPPED_STATUS, StopRequest
 
 BAD_INPUT_STATUS = 2
@@ -47,27 +47,30 @@ def run(
     *,
     cpu: bool = False,
     command: list[str] | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> int:
     """Run `main` on every rank that the launch or `distributed_cfg` asks for, and return the exit status of the whole.
 
     main: trains one rank; returns 0 or 75, or raises. distributed_cfg: the section distributed_training.
     argv: the arguments of the ranks that the launcher starts, as typed. cpu: leave accelerators alone.
     command: what the launcher starts instead of `python -m trainer`. An error of a launched rank does not return:
-    it ends the process. Errors are printed here; the caller passes the status to `leave`.
+    it ends the process. heartbeat: the beats that `main` leaves, watched with distributed_training.heartbeat_timeout.
+    Errors are printed here; the caller passes the status to `leave`.
     """
+    heartbeat = heartbeat or Heartbeat()
     try:
         facts = distributed_utils.launch_facts()
     except distributed_utils.LaunchEnvironmentError as error:
         return report(error)
     if facts is not None:
-        return _run_rank(main, distributed_cfg, facts, cpu)
+        return _run_rank(main, distributed_cfg, facts, cpu, heartbeat)
     if stale := distributed_utils.stale_variables():
         shown = " ".join(f"{name}={os.environ[name]}" for name in stale)
         print(f"fairtrain: not started by a launcher; ignoring {shown}", file=sys.stderr)
     if distributed_cfg.distributed_world_size > 1:
         command = command or [sys.executable, "-m", "trainer"]
         return _launch_ranks(distributed_cfg.distributed_world_size, [*command, *argv])
-    return _run_single(main)
+    return _run_single(main, distributed_cfg, heartbeat)
 
 
 def set_num_threads(num_threads: int = 0, local_world_size: int | None = None) -> int:
@@ -138,7 +141,9 @@ def _write_to_log_files(text: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- one process
 
 
-def _run_single(main: Callable[[], int]) -> int:
+def _run_single(main: Callable[[], int], distributed_cfg: Any, heartbeat: Heartbeat) -> int:
+    timeout_s = distributed_cfg.heartbeat_timeout
+    watch = LocalWatch(heartbeat, timeout_s, report_stall) if timeout_s > 0 else None
     with StopRequest():
         try:
             return main()
@@ -146,6 +151,15 @@ def _run_single(main: Callable[[], int]) -> int:
             return _status_of_exit(leaving)
         except BaseException as error:
             return report(error)
+        finally:
+            if watch is not None:
+                watch.stop()
+
+
+def report_stall(error: StalledError, rank: int | None = None) -> None:
+    """As `report`; the process ends behind it, whatever its main thread is doing."""
+    report(error, rank)
+    flush()
 
 
 def _status_of_exit(leaving: SystemExit) -> int:
@@ -158,7 +172,9 @@ def _status_of_exit(leaving: SystemExit) -> int:
 # ------------------------------------------------------------------------------------------------------- one of several
 
 
-def _run_rank(main: Callable[[], int], distributed_cfg: Any, facts: LaunchFacts, cpu: bool) -> int:
+def _run_rank(
+    main: Callable[[], int], distributed_cfg: Any, facts: LaunchFacts, cpu: bool, heartbeat: Heartbeat
+) -> int:
     """Join, train, and leave together. An error ends this process here."""
     if facts.started_by_agent:
         distributed_utils.die_with_parent()
@@ -166,7 +182,9 @@ def _run_rank(main: Callable[[], int], distributed_cfg: Any, facts: LaunchFacts,
     request = StopRequest()  # never closed: the launcher signals the others as soon as one rank has left
     try:
         store = distributed_utils.gather_ranks(distributed_cfg, facts, lambda: request.signal_name)
-        watch = PeerWatch(facts, store=store)  # from here on: connecting to a rank that dies now could take long
+        timeout_s = distributed_cfg.heartbeat_timeout
+        stalls = OwnStalls(heartbeat, timeout_s) if timeout_s > 0 else None
+        watch = PeerWatch(facts, store=store, stalls=stalls, tell=report_stall)  # from here on: connecting to a rank that dies now could take long
         distributed_utils.init_process_group(distributed_cfg, cpu, facts, store)
         status = main()
         watch.leaving()
@@ -252,7 +270,7 @@ def _launch_ranks(world_size: int, command: list[str]) -> int:
             told = agent.failure_of_ranks()
             rendezvous.shutdown()
     exitcodes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    _explain_deaths(exitcodes)
+    _explain_deaths(exitcodes, told)
     status = status_of_ranks(exitcodes, forwarder.ended_at_once)
     if status == STOPPED_STATUS and told is not None:  # else they saved, and rank 0 has said so
         print(f"fairtrain: {told.message}", file=sys.stderr)
@@ -288,7 +306,7 @@ def _build_agent(world_size: int, command: list[str], log_dir: str, forwarder: _
                 store = dist.TCPStore(group.master_addr, group.master_port, wait_for_workers=False)
             except dist.DistError:
                 return None
-            return distributed_utils.peer_failure(store, group.spec.rdzv_handler.get_run_id())
+            return distributed_utils.failure_of_launch(store)
 
     rendezvous = get_rendezvous_handler(
         RendezvousParameters(
@@ -376,10 +394,14 @@ def status_of_ranks(exitcodes: Mapping[int, int], ended_at_once: bool = False) -
     return BAD_INPUT_STATUS if BAD_INPUT_STATUS in exitcodes.values() else 1
 
 
-def _explain_deaths(exitcodes: Mapping[int, int]) -> None:
-    """Name the signals that killed ranks: nobody else can. SIGTERM is how the agent ends survivors."""
+def _explain_deaths(exitcodes: Mapping[int, int], told: Failure | None) -> None:
+    """Name the signals that killed ranks: nobody else can. SIGTERM is how the agent ends survivors.
+
+    told: what the ranks say themselves; one that stalled was killed for it.
+    """
+    stalled = told.rank if told is not None and told.class_name == StalledError.__name__ else None
     for rank, exitcode in sorted(exitcodes.items()):
-        if exitcode < 0 and -exitcode != signal.SIGTERM:
+        if rank != stalled and exitcode < 0 and -exitcode != signal.SIGTERM:
             name = signal.Signals(-exitcode).name
             hint = ", perhaps for want of memory" if name == "SIGKILL" else ""
             print(f"fairtrain: rank {rank} was killed by {name}{hint}", file=sys.stderr)

@@ -104,3 +104,11 @@ def fill_ema(
         report.fresh += [f"ema of {name}" for name in restored.missing]
     else:
         report.fresh.append("ema (none in the file: it starts from the loaded weights)")
+
+
+def override_optimizer(optimizer: Any, lr_scheduler: Any, overrides: Any) -> None:
+    """Replace hyperparameters, as a mapping or fairseq's text gives them; a new rate goes to the schedule."""
+    if overrides:
+        new_lr = optim.apply_optimizer_overrides(optimizer, optim.parse_overrides(overrides))
+        if new_lr is not None:
+            lr_scheduler.set_base_lr(new_lr)

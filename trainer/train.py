@@ -46,17 +46,18 @@ logger = logging.getLogger(__name__)
 DONE, START_ME_AGAIN = 0, 75
 
 
-def main(cfg: DictConfig, typed: Sequence[str] = ()) -> int:
+def main(cfg: DictConfig, typed: Sequence[str] = (), heartbeat: distributed_utils.Heartbeat | None = None) -> int:
     """Run this rank to its end. Returns the exit status: 0 done, 75 stopped by a request with a checkpoint saved.
 
     Args:
         cfg: a complete config (trainer.config.complete_config).
         typed: the overrides of the command line, to tell them from defaults in the report of a resume.
+        heartbeat: takes the beats of this rank, for who watches them.
     Raises: ConfigError, CheckpointError and StateError for bad input before the first update, StoppedAtStartError for a
         stop before it; whatever goes wrong later.
     """
     with StopRequest() as requests:
-        run = Run(cfg, typed, requests)
+        run = Run(cfg, typed, requests, heartbeat)
         try:
             try:
                 run.prepare()
@@ -95,8 +96,15 @@ def _interval_ends(interval: int, epochs: int, epoch: int, num_updates: int, end
 class Run:
     """One session of a run on one rank."""
 
-    def __init__(self, cfg: DictConfig, typed: Sequence[str], requests: StopRequest) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        typed: Sequence[str],
+        requests: StopRequest,
+        heartbeat: distributed_utils.Heartbeat | None = None,
+    ) -> None:
         self.cfg, self.typed, self.requests = cfg, list(typed), requests
+        self.heartbeat = heartbeat or distributed_utils.Heartbeat()
         self.is_master = distributed_utils.is_master()
         self.subsets = valid_subsets(cfg.dataset)
         self.log: RunLog | None = None
@@ -115,7 +123,7 @@ class Run:
         cfg = self.cfg
         logs = setup_logging(cfg.run_dir, distributed_utils.get_rank(), cfg.common.log_format)
         self.trainer = get_target(cfg.task, Trainer)(cfg)
-        self.trainer.requests = self.requests
+        self.trainer.requests, self.trainer.heartbeat = self.requests, self.heartbeat
         self.trainer.saves = self.saves = BackgroundSaves(self.checkpoint_cfg.max_failed_saves, self._log_save)
         self.trainer.get_train_iterator(1)
         for subset in self.subsets:
@@ -124,7 +132,9 @@ class Run:
         _together(self._make_save_dir)
         _together(self._leave_if_told)
         self.time_limit = self._end_of_job()
+        self.heartbeat.enter("loading")
         extra_state, self.itr = checkpoint_utils.load_checkpoint(cfg.checkpoint, self.trainer)
+        self.heartbeat.enter("start-up", self.trainer.get_num_updates())
         self._check_metric()
         logs.open_file()
         _together(self.folder.write_config)
@@ -277,6 +287,7 @@ class Run:
 
     def _train_epoch(self) -> int | None:
         trainer = self.trainer
+        self.heartbeat.enter("data", trainer.get_num_updates())
         trainer.begin_epoch(self.itr.next_epoch_idx)
         if self._work_is_owed(self._end_reason()):
             status = self._between_updates()
@@ -301,8 +312,11 @@ class Run:
         self.folder.check()
         if stats is not None:
             self._log_update(stats)
+        self.heartbeat.enter("saving", self.trainer.get_num_updates())
         self.trainer.settle_saves()
-        return self._between_updates(stepped=stats is not None)
+        status = self._between_updates(stepped=stats is not None)
+        self.heartbeat.enter("data")
+        return status
 
     def _add_samples(self, error: ArithmeticError) -> None:
         """The Trainer knows the micro-batch that went bad, the iterator which samples were in it."""
@@ -395,6 +409,7 @@ class Run:
             logger.warning("%s is %s: not ranked", self.cfg.checkpoint.best_checkpoint_metric, score)
         trainer.best.update(score, num_updates)
         self.progress.validated(all_stats)
+        self.heartbeat.enter("task")
         trainer.after_validate(all_stats)
         return score
 
@@ -406,6 +421,7 @@ class Run:
         for folder in (self.folder, self.save_folder):
             if folder is not None:
                 folder.check(surely=True)
+        self.heartbeat.enter("saving")
         self.log.flush()
         self.requests.clear_save()
         self._save_begun = time.monotonic()
@@ -482,9 +498,11 @@ class Run:
         return DONE
 
     def _finish(self, reason: str) -> int:
+        self.heartbeat.enter("saving")
         self.saves.flush()
         self.progress.close()
         logger.info("done: %s reached at update %d", reason, self.trainer.get_num_updates())
+        self.heartbeat.enter("task")
         self.trainer.after_train()
         self.log.event("done", num_updates=self.trainer.get_num_updates(), reason=reason)
         resume = shlex.quote(f"resume={self.cfg.run_dir}")

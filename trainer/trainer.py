@@ -75,6 +75,7 @@ class Trainer:
         self.stop_after_seconds = math.inf  # of cumulative training time, given by the run
         self.requests: Any = None  # a preemption.StopRequest, given by the run
         self.saves: Any = None  # a background_saves.BackgroundSaves, given by the run
+        self.heartbeat = distributed_utils.Heartbeat()  # watched where the run has given its own
         self._datasets: dict[str, Any] = {}
         self._valid_iterators: dict[str, Any] = {}
 
@@ -345,6 +346,7 @@ class Trainer:
         """
         self.zero_grad()
         sample_size, loss, outputs = self._forward_backward(samples)
+        self.heartbeat.enter("optimizer")
         self._normalize_grads(sample_size)
         gnorm = self.clip_grad_norm(self._clip_norm)
         if not self._optimizer_step(float(gnorm), loss, samples):
@@ -373,8 +375,10 @@ class Trainer:
         local = LocalSums()
         last = len(samples) - 1
         for i, sample in enumerate(samples):
-            kept = self._copy_buffers() if isinstance(sample, DummyBatch) else []
+            kept = [(b, b.clone()) for b in self._buffers()] if isinstance(sample, DummyBatch) else []
+            self.heartbeat.enter("forward")
             loss = self._forward(i, sample, local)
+            self.heartbeat.enter("backward")
             if i == last:  # the sums travel while this backward runs, and it sends the gradients
                 self._sums.start(local, **self._flags())
                 if self._reducer is not None:
@@ -383,6 +387,7 @@ class Trainer:
             with torch.no_grad():  # a batch that counts nothing leaves nothing; backward still needed what it changed
                 for buffer, before in kept:
                     buffer.copy_(before)
+        self.heartbeat.enter("reduction")
         if self._reducer is not None:
             self._reducer.finish()
         return self._sums.finish()
@@ -400,9 +405,6 @@ class Trainer:
         """This rank has no samples here: it goes through the motions so that no other rank waits, and counts nothing."""
         with self.precision.autocast():
             return self.compute_loss(self._to_device(sample.sample))[0] * 0.0
-
-    def _copy_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        return [(buffer, buffer.clone()) for buffer in self._buffers()]
 
     def _seed_micro_batch(self, i: int) -> None:
         j = i * self.data_parallel_world_size + self.data_parallel_rank
@@ -529,12 +531,14 @@ class Trainer:
         swapped = self.ema is not None and self.cfg.ema.ema_validate
         with self.ema.swapped_in(self.model) if swapped else contextlib.nullcontext():
             for i, sample in enumerate(self._valid_samples(subset, max_batches)):
+                self.heartbeat.enter("validation")
                 seed_all(derive_seed("valid", self._seed, subset, i, self.data_parallel_rank))
                 if isinstance(sample, DummyBatch):
                     self.valid_step(sample.sample)
                 else:
                     local.add(*self.valid_step(sample))
         self._set_training(True)
+        distributed_utils.barrier(self.data_parallel_process_group)  # the others may have had fewer batches, or more
         sums = GlobalSums(self.data_parallel_process_group, self.data_parallel_world_size, self.device)
         sums.start(local)
         sample_size, _, outputs = sums.finish()
@@ -662,7 +666,7 @@ class Trainer:
             fresh = loading.fill_modules(self.model, self.criterion, saved, reader, selection, report)
             names = [name for name, _ in self._named_parameters]
             loading.fill_optimizer(self.optimizer, names, saved, reader, selection, fresh, reset_optimizer, report)
-            self._override_optimizer(optimizer_overrides)
+            loading.override_optimizer(self.optimizer, self.lr_scheduler, optimizer_overrides)
             if self.ema is not None:
                 loading.fill_ema(self.ema, saved, reader, selection, fresh, report)
             self.set_num_updates(int(entry.get("num_updates", 0)))
@@ -701,12 +705,6 @@ class Trainer:
     def _layout_of(self, reader: Any, selection: Any, report: state.LoadReport) -> dict:
         built = state.class_names(self.criterion, self.optimizer, self.lr_scheduler)
         return self.upgrade_state_dict(loading.own_layout(reader, self.model, built, selection, report))
-
-    def _override_optimizer(self, overrides: Any) -> None:
-        if overrides:
-            new_lr = optim.apply_optimizer_overrides(self.optimizer, optim.parse_overrides(overrides))
-            if new_lr is not None:
-                self.lr_scheduler.set_base_lr(new_lr)
 
     def _load_counters(self, extra_state: dict, reset_meters: bool, report: state.LoadReport) -> None:
         self.set_cumulative_training_time(float(extra_state.get("previous_training_time") or 0.0))
