@@ -12,7 +12,6 @@ from distributed_utils.errors import PeerError
 from distributed_utils.gathering import all_gather_list
 from distributed_utils.ranks import get_rank, get_world_size
 
-
 LATEST_START = "latest_start"  # the key in the store of a launch for the prefix of the last start of its ranks
 
 
