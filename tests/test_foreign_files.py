@@ -136,7 +136,9 @@ def evil_objects(marker: str) -> list[Evil]:
 def test_a_file_that_names_a_function_is_refused_and_nothing_is_run(tmp_path, number, layout):
     marker = tmp_path / "was_run"
     evil = evil_objects(str(marker))[number]
-    torch.save({"model": {"w": torch.ones(2)}, "x": evil}, tmp_path / "a.pt", _use_new_zipfile_serialization=layout == "zip")
+    torch.save(
+        {"model": {"w": torch.ones(2)}, "x": evil}, tmp_path / "a.pt", _use_new_zipfile_serialization=layout == "zip"
+    )
     with pytest.raises(NotACheckpointError, match="nothing of it was run"):
         loaded(tmp_path / "a.pt")
     assert not marker.exists()

@@ -200,7 +200,7 @@ def tables() -> str:
     made = [table(name, dataclass_rows(dataclasses.fields(cls), name)) for name, cls in section_classes().items()]
     made += [table(f"task={name}", dataclass_rows(task_fields(cls), "task")) for name, cls in task_classes().items()]
     for group, options in {
-        "model": ["dit_s_8", "transformer_lm"],
+        "model": ["dit_s_8", "transformer_lm", "gpt2"],
         "criterion": ["diffusion", "cross_entropy"],
         "optimizer": ["adamw", "adam", "sgd", "adafactor"],
         "lr_scheduler": ["fixed", "cosine", "inverse_sqrt", "polynomial_decay", "tri_stage", "wsd", "reduce_lr_on_plateau"],

@@ -97,9 +97,7 @@ def find(saved: Any, path: str) -> Found:
     return found
 
 
-def in_own_layout(
-    reader: Any, here: Here | None = None, selection: Selection = WHOLE
-) -> tuple[dict[str, Any], Found]:
+def in_own_layout(reader: Any, here: Here | None = None, selection: Selection = WHOLE) -> tuple[dict[str, Any], Found]:
     """What an open checkpoint of another program holds in the layout of ours, and what was found in it.
 
     Fetches counters that are tensors; collective where the reader is.
@@ -107,5 +105,5 @@ def in_own_layout(
     """
     found = find(reader.skeleton, reader.path)
     state = own_layout(found, reader.path, here, selection)
-    counters.read(state, reader.materialize)
+    counters.read(state, found.optimizer, reader.materialize)
     return state, found

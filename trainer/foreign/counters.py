@@ -15,13 +15,14 @@ from trainer.foreign.position import ELSEWHERE
 COUNTERS = ("best", "previous_training_time")
 
 
-def read(state: dict[str, Any], materialize: Callable[[Any], Any]) -> None:
+def read(state: dict[str, Any], optimizer: Mapping[str, Any] | None, materialize: Callable[[Any], Any]) -> None:
     """Put numbers in the place of counters that are tensors, and the number of updates where it is None.
 
+    optimizer: as the file has it, whether or not its moments can be taken over.
     materialize: gives a nest with tensors in the place of its references; collective where the file is read so.
     """
     extra, entry = state["extra_state"], state["optimizer_history"][-1]
-    steps = steps_of(state["last_optimizer_state"]) if entry["num_updates"] is None else []
+    steps = steps_of(optimizer) if entry["num_updates"] is None else []
     refs = {key: extra[key] for key in COUNTERS if isinstance(extra[key], TensorRef)}
     refs |= {number: step for number, step in enumerate(steps) if isinstance(step, TensorRef)}
     numbers = {key: float(tensor) for key, tensor in materialize(refs).items()} if refs else {}

@@ -16,15 +16,41 @@ OPTIMIZERS = {
     "Adagrad": ("Adagrad",), "FairseqSGD": ("SGD",), "SGD": ("SGD",), "FairseqAdamax": ("Adamax",), "Adadelta": ("Adadelta",),
 }  # fmt: skip
 BY_OPTION = {"adam": "FairseqAdam", "cpu_adam": "FairseqCPUAdam", "sgd": "SGD", "adagrad": "Adagrad", "adamax": "FairseqAdamax", "adadelta": "Adadelta"}  # fmt: skip
+SCHEDULES = {
+    "fixed": "Fixed", "inverse_sqrt": "InverseSqrt", "cosine": "Cosine", "polynomial_decay": "PolynomialDecay",
+    "tri_stage": "TriStage", "reduce_lr_on_plateau": "ReduceLROnPlateau",
+}  # fmt: skip
 WRAPPED = ("FP16Optimizer", "MemoryEfficientFP16Optimizer", "AMPOptimizer", "FairseqBMUF")
 EMA_KEYS = ("ema_fp32_params", "ema")
-OWN_KEYS = {"args", "cfg", "model", "criterion", "optimizer_history", "task_state", "extra_state", "last_optimizer_state"}
-OWN_EXTRA = {"train_iterator", "metrics", "best", "val_loss", "previous_training_time", "epoch", "batch_offset", *EMA_KEYS}
+OWN_KEYS = {
+    "args",
+    "cfg",
+    "model",
+    "criterion",
+    "optimizer_history",
+    "task_state",
+    "extra_state",
+    "last_optimizer_state",
+}
+OWN_EXTRA = {
+    "train_iterator",
+    "metrics",
+    "best",
+    "val_loss",
+    "previous_training_time",
+    "epoch",
+    "batch_offset",
+    *EMA_KEYS,
+}
 
 
 def is_fairseq(saved: Mapping) -> bool:
     has_run = "optimizer_history" in saved or "extra_state" in saved or "last_optimizer_state" in saved
-    return is_state_dict(saved.get("model")) and ("args" in saved or "cfg" in saved or "optimizer_history" in saved) and has_run
+    return (
+        is_state_dict(saved.get("model"))
+        and ("args" in saved or "cfg" in saved or "optimizer_history" in saved)
+        and has_run
+    )
 
 
 def found_in(saved: Mapping[str, Any]) -> Found:
@@ -57,9 +83,11 @@ def settings_of(saved: Mapping[str, Any]) -> dict[str, Any]:
     """What the run was started with, under the names of its options, of either era."""
     args, cfg = saved.get("args"), saved.get("cfg")
     flat = dict(args) if isinstance(args, Mapping) else {}
-    for name, section in (cfg.items() if isinstance(cfg, Mapping) else ()):
+    for name, section in cfg.items() if isinstance(cfg, Mapping) else ():
         if isinstance(section, Mapping):
-            flat.update({key: value for key, value in section.items() if key not in flat and not str(key).startswith("_")})
+            flat.update(
+                {key: value for key, value in section.items() if key not in flat and not str(key).startswith("_")}
+            )
             if "_name" in section:
                 flat[name] = section["_name"]
     return flat
@@ -70,7 +98,11 @@ def tied_names(model: Mapping[str, Any], cfg: Mapping[str, Any]) -> tuple[tuple[
     pairs = []
     for side in ("decoder", "encoder"):
         table, output = f"{side}.embed_tokens.weight", f"{side}.output_projection.weight"
-        shared = cfg.get("share_decoder_input_output_embed") or cfg.get("share_all_embeddings") or cfg.get("tie_adaptive_weights")
+        shared = (
+            cfg.get("share_decoder_input_output_embed")
+            or cfg.get("share_all_embeddings")
+            or cfg.get("tie_adaptive_weights")
+        )
         if shared and table in model and output in model and tuple(model[table].shape) == tuple(model[output].shape):
             pairs.append((output, table))
     first, second = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
@@ -89,7 +121,10 @@ def take_optimizer(found: Found, saved: Mapping[str, Any], last: Mapping[str, An
     found.optimizer_class = name
     found.optimizer_names = OPTIMIZERS.get(str(name), (str(name),) if name else ())
     if is_optimizer(state):
-        found.optimizer = {"state": dict(state["state"]), "param_groups": [dict(group) for group in state["param_groups"]]}
+        found.optimizer = {
+            "state": dict(state["state"]),
+            "param_groups": [dict(group) for group in state["param_groups"]],
+        }
         found.loss_scale = number(state.get("loss_scale"))
     elif isinstance(state, str):
         found.notes.append(f"the optimizer state of the file is the placeholder {state!r}: moments start from zero")
@@ -100,7 +135,7 @@ def take_optimizer(found: Found, saved: Mapping[str, Any], last: Mapping[str, An
 def take_schedule(found: Found, last: Mapping[str, Any], cfg: Mapping[str, Any]) -> None:
     """fairseq computes the rate from the number of updates; only reduce_lr_on_plateau has a state to go on from."""
     name = cfg.get("lr_scheduler")
-    found.lr_scheduler_name = str(name) if name else None
+    found.lr_scheduler_name = SCHEDULES.get(str(name), str(name)) if name else None
     saved = last.get("lr_scheduler_state") or {}
     if name == "reduce_lr_on_plateau":
         state = {"best": number(saved.get("best"))}
@@ -112,12 +147,19 @@ def take_schedule(found: Found, last: Mapping[str, Any], cfg: Mapping[str, Any])
 
 
 def rate_of(found: Found) -> float | None:
-    return number(found.optimizer["param_groups"][0].get("lr")) if found.optimizer and found.optimizer["param_groups"] else None
+    return (
+        number(found.optimizer["param_groups"][0].get("lr"))
+        if found.optimizer and found.optimizer["param_groups"]
+        else None
+    )
 
 
 def take_position(found: Found, extra: Mapping[str, Any], saved: Mapping[str, Any], cfg: Mapping[str, Any]) -> None:
     """The epoch, and how many samples of it were read: fairseq counts the batches of one rank."""
-    iterator = extra.get("train_iterator") or {"epoch": extra.get("epoch", saved.get("epoch")), "iterations_in_epoch": extra.get("batch_offset", 0)}
+    iterator = extra.get("train_iterator") or {
+        "epoch": extra.get("epoch", saved.get("epoch")),
+        "iterations_in_epoch": extra.get("batch_offset", 0),
+    }
     epoch, iterations = number(iterator.get("epoch")), number(iterator.get("iterations_in_epoch")) or 0
     if epoch is None:
         return
@@ -142,5 +184,3 @@ def samples_per_batch(cfg: Mapping[str, Any]) -> int | None:
     if size and (by_tokens or not tokens):
         return int(min(size, by_tokens or size))
     return int(by_tokens) if by_tokens and not size else None
-
-

@@ -26,6 +26,7 @@ class Found:
     optimizer_names: the classes of this run that take the state as it is, the first one usual; () where any may.
     position: what a data position can tell, see position.py. num_updates, best, …: None where the file does not say.
         best, training_time: numbers, or references to tensors of one element.
+    is_ordered: whether names stand in the model's order, so that parameters can be counted.
     notes: what was taken for what. left: what of the file nobody takes.
     """
 
@@ -46,6 +47,7 @@ class Found:
     loss_scale: float | None = None
     cfg: Any = None
     tied: tuple[tuple[str, str], ...] = ()
+    is_ordered: bool = True
     notes: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
@@ -59,7 +61,11 @@ def is_state_dict(value: Any) -> bool:
 
 
 def is_optimizer(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("param_groups"), list) and isinstance(value.get("state"), Mapping)
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("param_groups"), list)
+        and isinstance(value.get("state"), Mapping)
+    )
 
 
 def tensors_of(value: Mapping[str, Any]) -> dict[str, TensorRef]:

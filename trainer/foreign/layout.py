@@ -76,7 +76,9 @@ def own_layout(found: Found, path: str, here: Here | None = None, selection: Sel
     taken = {
         name: ref
         for name, ref in model.items()
-        if fit.name_here(name) is not None and names[name][0] in in_use and (here is None or name in known or not selection.rename)
+        if fit.name_here(name) is not None
+        and names[name][0] in in_use
+        and (here is None or name in known or not selection.rename)
     }
     translation = Translation(fit, here, turned=conv1d_is_turned(taken, fit, here))
     key = names[next(iter(taken))][0] if taken else next(iter(found.models))
@@ -122,7 +124,9 @@ def choose_fit(found: Found, names: Collection[str], path: str, here: Here | Non
         else:
             prefix = common_prefix(inner, [prefix + "module."]) or prefix
         return Fit(prefix, "", len(model))
-    shapes = {full(key, without_wrappers(name)): tuple(ref.shape) for key, part in parts.items() for name, ref in part.items()}
+    shapes = {
+        full(key, without_wrappers(name)): tuple(ref.shape) for key, part in parts.items() for name, ref in part.items()
+    }
     rename = selection.name_here if selection.rename else None
     return find_fit(shapes, here.shapes, rename, [full(key, "") for key in parts], path)
 
@@ -130,7 +134,10 @@ def choose_fit(found: Found, names: Collection[str], path: str, here: Here | Non
 def described(fit: Fit, key: str) -> str:
     inner = fit.prefix.removeprefix(full(key, ""))
     said = [f"without the prefix {inner!r}"] if inner else []
-    return " and ".join([*said, *([f"with the prefix {fit.added!r}"] if fit.added else [])]) or f"those under {fit.prefix!r}"
+    return (
+        " and ".join([*said, *([f"with the prefix {fit.added!r}"] if fit.added else [])])
+        or f"those under {fit.prefix!r}"
+    )
 
 
 def note_the_rest(found: Found, rest: list[str], key: str) -> None:
@@ -163,7 +170,9 @@ def named_here(
             dropped.append(name)
             del named[name]
     if dropped:
-        found.notes.append(f"not needed here: {', '.join(dropped[:5])}" + (f" and {len(dropped) - 5} more" if len(dropped) > 5 else ""))
+        found.notes.append(
+            f"not needed here: {', '.join(dropped[:5])}" + (f" and {len(dropped) - 5} more" if len(dropped) > 5 else "")
+        )
     for group in here.tied:
         first = next((name for name in group if name in named), None)
         named.update({name: named[first] for name in group if first and name not in named})
@@ -176,7 +185,9 @@ def place_of(ref: TensorRef) -> tuple:
 
 def is_conv1d(name: str) -> bool:
     """Whether Hugging Face's GPT-2 keeps this matrix as [inputs, outputs], and not as a Linear does."""
-    return name.endswith(("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight", "q_attn.weight"))
+    return name.endswith(
+        ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight", "q_attn.weight")
+    )
 
 
 def conv1d_is_turned(taken: Mapping[str, TensorRef], fit: Fit, here: Here | None) -> bool:
@@ -196,9 +207,7 @@ def transposed(ref: TensorRef) -> TensorRef:
     return TensorRef(ref.dtype, tuple(ref.shape)[::-1], ref._record, ref._offset, ref._stride[::-1])
 
 
-def average_of(
-    found: Found, fit: Fit, key: str, translation: Translation, here: Here | None
-) -> dict[str, TensorRef]:
+def average_of(found: Found, fit: Fit, key: str, translation: Translation, here: Here | None) -> dict[str, TensorRef]:
     """The moving average that belongs to the model taken: the first one of the file."""
     if not found.averages or key in found.averages:
         return {}
@@ -233,13 +242,17 @@ def optimizer_by_name(found: Found, key: str, translation: Translation, selectio
     computed = {name for name in model if COMPUTED.search(name)}
     candidates = []
     if translation.here is not None:
-        known = {name for name in model if selection.name_here(translation.name(full(key, name)) or "") in translation.here.parameters}
-        known |= {name for name in model if name.startswith("criterion.")}
-        candidates.append(moments.parameters_in_order(model, tied, known))
-    candidates.append(moments.parameters_in_order(model, tied | computed, None))
-    candidates.append(moments.parameters_in_order(model, tied, None))
+        ours = {name: selection.name_here(translation.name(full(key, name)) or "") for name in model}
+        order = {name: number for number, name in enumerate(translation.here.parameters)}
+        known = [name for name in model if ours[name] in order or name.startswith("criterion.")]
+        if not found.is_ordered:
+            known.sort(key=lambda name: order.get(ours[name], len(order)))
+        candidates.append(moments.parameters_in_order({name: model[name] for name in known}, tied))
+    if found.is_ordered:
+        candidates.append(moments.parameters_in_order(model, tied | computed))
+        candidates.append(moments.parameters_in_order(model, tied))
     count = sum(len(group["params"]) for group in optimizer["param_groups"])
-    if len(state) == 1 and count == 1 and len(candidates[-1]) > 1:
+    if len(state) == 1 and count == 1 and len(model) > 1:
         whole = next((one for names in candidates if (one := moments.unflattened(optimizer, model, names))), None)
         if whole is not None:
             found.notes.append("moments that are one vector for all parameters were cut into theirs")
@@ -247,9 +260,7 @@ def optimizer_by_name(found: Found, key: str, translation: Translation, selectio
             return packed(whole, dict(enumerate(names)), key, translation)
     by_index = moments.names_by_index(optimizer, model, candidates)
     if by_index is None:
-        found.left.append(
-            f"optimizer state ({count} parameters, which could not be told from the model's {len(candidates[0])})"
-        )
+        found.left.append(f"optimizer state ({count} parameters, which the file does not name and nothing tells)")
         return None
     return packed(optimizer, by_index, key, translation)
 
@@ -263,7 +274,9 @@ def named_optimizer(found: Found, key: str, translation: Translation) -> dict[st
     return packed({"state": state, "param_groups": [group]}, by_index, key, translation)
 
 
-def packed(optimizer: Mapping[str, Any], names: Mapping[int, str], key: str, translation: Translation) -> dict[str, Any]:
+def packed(
+    optimizer: Mapping[str, Any], names: Mapping[int, str], key: str, translation: Translation
+) -> dict[str, Any]:
     def here(name: str) -> str:
         if name.startswith("criterion."):
             return name
@@ -273,7 +286,10 @@ def packed(optimizer: Mapping[str, Any], names: Mapping[int, str], key: str, tra
         return {k: translation.tensor(name, v) if isinstance(v, TensorRef) else v for k, v in entry.items()}
 
     state = {index: turned(names[index], entry) for index, entry in optimizer["state"].items() if index in names}
-    groups = [{**group, "param_names": [here(names[index]) for index in group["params"]]} for group in optimizer["param_groups"]]
+    groups = [
+        {**group, "param_names": [here(names[index]) for index in group["params"]]}
+        for group in optimizer["param_groups"]
+    ]
     return {"state": state, "param_groups": groups}
 
 
@@ -293,7 +309,9 @@ def history_entry(found: Found, optimizer: Mapping[str, Any] | None, here: Here 
     criterion = found.criterion_name
     if criterion is not None and not found.criterion and criterion != built.get("criterion_name"):
         if here is not None:
-            found.notes.append(f"criterion {criterion}, which has no parameters, is {built.get('criterion_name') or 'this task'} here")
+            found.notes.append(
+                f"criterion {criterion}, which has no parameters, is {built.get('criterion_name') or 'this task'} here"
+            )
             criterion = built.get("criterion_name")
     schedule = built.get("lr_scheduler_name")
     same = found.lr_scheduler_name in (schedule, None) or here is None

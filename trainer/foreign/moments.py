@@ -13,19 +13,19 @@ from typing import Any
 
 from checkpoint_file import TensorRef
 
-NORM_OR_BIAS = re.compile(r"(^|\.)bias$|layernorm|layer_norm|rmsnorm|(^|[._])norm\d*\b|_norm(\.|$)|(^|\.)ln_?\w*\.", re.IGNORECASE)
+NORM_OR_BIAS = re.compile(
+    r"(^|\.)bias$|layernorm|layer_norm|rmsnorm|(^|[._])norm\d*\b|_norm(\.|$)|(^|\.)ln_?\w*\.", re.IGNORECASE
+)
 NOT_TRAINED = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 
 
-def parameters_in_order(model: Mapping[str, TensorRef], tied: Collection[str], known: Collection[str] | None) -> list[str]:
+def parameters_in_order(model: Mapping[str, TensorRef], left_out: Collection[str]) -> list[str]:
     """The names of a saved model that can be parameters: without buffers, each shared tensor under its first name."""
     seen: set[tuple] = set()
     names = []
     for name, ref in model.items():
         place = (ref._record, ref._offset, tuple(ref.shape), ref._stride)
-        if known is not None and name not in known:
-            continue
-        if name in tied or place in seen or NOT_TRAINED.search(name) or not ref.dtype.is_floating_point:
+        if name in left_out or place in seen or NOT_TRAINED.search(name) or not ref.dtype.is_floating_point:
             continue
         if ref.nbytes:
             seen.add(place)
@@ -104,7 +104,9 @@ def align(
     return {i: names[n] for i, n in zip(indices, first)} if first == last[::-1] else None
 
 
-def unflattened(optimizer: Mapping[str, Any], model: Mapping[str, TensorRef], names: Sequence[str]) -> dict[str, Any] | None:
+def unflattened(
+    optimizer: Mapping[str, Any], model: Mapping[str, TensorRef], names: Sequence[str]
+) -> dict[str, Any] | None:
     """State that one vector holds for all parameters, cut into one entry for each; None where the sizes do not fit."""
     ((_, entry),) = optimizer["state"].items()
     vectors = {key: value for key, value in entry.items() if isinstance(value, TensorRef) and len(value.shape) == 1}
@@ -116,7 +118,9 @@ def unflattened(optimizer: Mapping[str, Any], model: Mapping[str, TensorRef], na
         shape = tuple(model[name].shape)
         own = {key: value for key, value in entry.items() if key not in vectors}
         for key, vector in vectors.items():
-            own[key] = TensorRef(vector.dtype, shape, vector._record, vector._offset + begin * vector.dtype.itemsize, rows(shape))
+            own[key] = TensorRef(
+                vector.dtype, shape, vector._record, vector._offset + begin * vector.dtype.itemsize, rows(shape)
+            )
         state[index], begin = own, begin + model[name].shape.numel()
     group = {**optimizer["param_groups"][0], "params": list(range(len(names)))}
     return {"state": state, "param_groups": [group]}

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from trainer.state import StateError
 
 # What wrappers put into names, wherever in them it stands: compile, FSDP, activation checkpointing.
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fpw_module", "_forward_module"})
+WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fpw_module", "_forward_module"}
+)
 # Tensors that some programs keep beside the weights and that nobody needs: tables that are computed anew.
 COMPUTED = re.compile(r"(^|\.)(version|_float_tensor|masked_bias|inv_freq|position_ids|attn\.bias|attention\.bias)$")
 

@@ -37,7 +37,9 @@ def is_dit(saved: Mapping) -> bool:
 def found_in_dit(saved: Mapping[str, Any]) -> Found:
     """What DiT's train.py writes: no count of updates but the optimizer's, no epoch, no state of the data."""
     args = saved.get("args") if isinstance(saved.get("args"), Mapping) else {}
-    found = Found(kind="DiT", cfg=args or None, optimizer=saved["opt"], optimizer_class="AdamW", optimizer_names=("AdamW",))
+    found = Found(
+        kind="DiT", cfg=args or None, optimizer=saved["opt"], optimizer_class="AdamW", optimizer_names=("AdamW",)
+    )
     found.models, found.averages = {"model": tensors_of(saved["model"])}, {"ema": tensors_of(saved["ema"])}
     size = number(args.get("global_batch_size"))
     if size:
@@ -54,7 +56,9 @@ def is_lightning(saved: Mapping) -> bool:
 
 
 def found_in_lightning(saved: Mapping[str, Any]) -> Found:
-    found = Found(kind="Lightning", cfg=saved.get("hyper_parameters"), models={"state_dict": tensors_of(saved["state_dict"])})
+    found = Found(
+        kind="Lightning", cfg=saved.get("hyper_parameters"), models={"state_dict": tensors_of(saved["state_dict"])}
+    )
     states = saved.get("optimizer_states") or []
     if len(states) == 1:
         found.optimizer = states[0] if is_optimizer(states[0]) else None
@@ -67,7 +71,14 @@ def found_in_lightning(saved: Mapping[str, Any]) -> Found:
     if epoch is not None:
         take_lightning_position(found, saved, int(epoch))
     found.best = best_of_callbacks(saved.get("callbacks"))
-    for key in ("lr_schedulers", "callbacks", "loops", "hyper_parameters", "native_amp_scaling_state", "MixedPrecision"):
+    for key in (
+        "lr_schedulers",
+        "callbacks",
+        "loops",
+        "hyper_parameters",
+        "native_amp_scaling_state",
+        "MixedPrecision",
+    ):
         if saved.get(key):
             found.left.append(key)
     scaler = saved.get("native_amp_scaling_state") or saved.get("MixedPrecision") or {}
@@ -76,16 +87,21 @@ def found_in_lightning(saved: Mapping[str, Any]) -> Found:
 
 
 def take_lightning_position(found: Found, saved: Mapping[str, Any], epoch: int) -> None:
-    """`epoch` counts from 0 and is that of the last batch; the loops say whether it had come to its end."""
-    loop = ((saved.get("loops") or {}).get("fit_loop") or {}) if isinstance(saved.get("loops"), Mapping) else {}
-    progress = (loop.get("epoch_loop.batch_progress") or {}) if isinstance(loop, Mapping) else {}
-    batches = number((progress.get("current") or {}).get("completed")) or 0
-    if progress.get("is_last_batch") or not progress:
+    """The loops say how many epochs have begun, and how many batches of the last one were read, of one rank.
+
+    Without them (Lightning before 1.5) there is `epoch`, counted from 0, of an epoch that has ended.
+    """
+    loops = saved.get("loops") if isinstance(saved.get("loops"), Mapping) else {}
+    loop = loops.get("fit_loop") if isinstance(loops.get("fit_loop"), Mapping) else {}
+    begun = number(((loop.get("epoch_progress") or {}).get("current") or {}).get("ready"))
+    progress = loop.get("epoch_loop.batch_progress") or {}
+    batches = int(number((progress.get("current") or {}).get("completed")) or 0)
+    if begun is None or not progress:
         found.position = {"epoch": epoch + 2, "samples_in_epoch": 0}
-        return
-    found.position = {"epoch": epoch + 1, "samples_in_epoch": 0}
-    if batches:
-        found.position["batches"] = int(batches)
+    elif progress.get("is_last_batch"):
+        found.position = {"epoch": int(begun) + 1, "samples_in_epoch": 0}
+    else:
+        found.position = {"epoch": max(int(begun), 1), "samples_in_epoch": 0, "batches": batches}
 
 
 def best_of_callbacks(callbacks: Any) -> Any:
@@ -135,8 +151,9 @@ def found_in_folder(files: Mapping[str, Any], path: str) -> Found:
         raise AmbiguousNamesError(path, [Fit(f"{name}", "", len(one)) for name, one in models.items()])
     by_trainer = "trainer_state.json" in facts
     found = Found(kind="Hugging Face" if by_trainer or "config.json" in facts else "accelerate", models={"": {}})
-    for one in models.values():
+    for name, one in models.items():
         found.models = {"": one}
+        found.is_ordered = "safetensors" not in name  # which sorts its names
     found.cfg = facts.get("config.json")
     if len(optimizers) == 1:
         (found.optimizer,) = optimizers.values()
@@ -188,12 +205,21 @@ def found_in_dict(saved: Mapping[str, Any]) -> Found:
     optimizers = {key: value for key, value in saved.items() if is_optimizer(value)}
     key = next((key for key in (*OPTIMIZER_KEYS, *optimizers) if key in optimizers), None)
     found.optimizer = optimizers.get(key)
-    places = [saved, *(saved[key] for key in ("train_state", "trainer_state", "state", "meta") if isinstance(saved.get(key), Mapping))]
+    places = [
+        saved,
+        *(
+            saved[key]
+            for key in ("train_state", "trainer_state", "state", "meta")
+            if isinstance(saved.get(key), Mapping)
+        ),
+    ]
     counts = (number(place.get(key)) for place in places for key in COUNTS)
     found.num_updates = next((int(count) for count in counts if count is not None), None)
     epoch = next((int(n) for key in EPOCHS if (n := number(saved.get(key))) is not None), None)
     if epoch is not None:
-        found.left.append(f"epoch {epoch} (whether it is done or begins is not in the file: the data starts at epoch 1)")
+        found.left.append(
+            f"epoch {epoch} (whether it is done or begins is not in the file: the data starts at epoch 1)"
+        )
     found.best = next((n for key in BESTS if (n := scalar(saved.get(key))) is not None), None)
     taken = {*COUNTS, *EPOCHS, *BESTS, key, *(name.partition(".")[0] for name in parts)}
     inside = parts.get("", {})
