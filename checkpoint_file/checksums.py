@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -63,14 +63,23 @@ def marked(slices: list[Interval], begin: int, end: int) -> Iterator[tuple[int, 
         begin = stop
 
 
+def changed_record(path: str, record: str, owners: str) -> CheckpointDamagedError:
+    """owners: the names of the tensors in it, empty where it has none or is named after one."""
+    of = f" ({owners})" if owners and not record.startswith(owners) else ""
+    problem = f"record {record}{of} does not have the checksum it was written with: bytes of it have changed"
+    return CheckpointDamagedError(path, problem, record)
+
+
 class Checksums:
     """The CRC-32 of slices of records. A record of which all slices are there is compared at once.
 
     Raises: CheckpointDamagedError, naming file and record.
     """
 
-    def __init__(self, path: str, places: dict[str, Place], names: list[str]) -> None:
-        self._path, self._places = path, places
+    def __init__(
+        self, path: str, places: dict[str, Place], names: list[str], owners: Callable[[str], str] = lambda record: ""
+    ) -> None:
+        self._path, self._places, self._owners = path, places, owners
         self._names = [name for name in names if places[name].crc != NO_CHECKSUM]
         self._parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self._missing = {name: places[name].nbytes for name in self._names}
@@ -97,8 +106,7 @@ class Checksums:
             checksum, position = crc32_combine(checksum, crc, end - begin), end
         assert position == self._places[name].nbytes, (name, position)
         if checksum != self._places[name].crc:
-            problem = f"record {name} does not have the checksum it was written with: bytes of it have changed"
-            raise CheckpointDamagedError(self._path, problem, name)
+            raise changed_record(self._path, name, self._owners(name))
 
     def parts(self) -> bytes:
         """The slices of records that this reader has not checked alone, for `merge`."""

@@ -7,6 +7,8 @@ these classes are empty containers and all other names are refused. docs/checkpo
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import os
 import pickle
 from collections import OrderedDict
@@ -17,9 +19,12 @@ import torch
 
 from checkpoint_file.boxes import Box
 from checkpoint_file.errors import CheckpointDamagedError, NotACheckpointError
+from checkpoint_file.limits import MAX_DEPTH, check_nest, check_pickle, reason_of, shown
+from checkpoint_file.skeleton import dtypes
 
 METADATA = ".metadata"
 DCP = "torch.distributed.checkpoint.metadata"
+MAX_COMPARED = 20_000_000  # pairs of boxes of a tensor: about ten seconds
 
 
 @dataclass
@@ -99,8 +104,16 @@ class IndexFields(Fields):
     pass
 
 
-def as_text(*parts: Any) -> str:
-    return "/".join(map(str, parts))
+class TextMaker:
+    """Makes a text of parts. An object without attributes, which nothing in a pickle can change."""
+
+    __slots__ = ()
+
+    def __call__(self, *parts: Any) -> str:
+        return "/".join(part if isinstance(part, str) else shown(part) for part in parts)
+
+
+as_text = TextMaker()
 
 
 class UnknownName(pickle.UnpicklingError):
@@ -130,25 +143,28 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self.known:
             return self.known[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and name in dtypes():
+            return dtypes()[name]
         raise UnknownName(f"{module}.{name}")
 
 
 def parse_metadata(data: bytes, path: str) -> FolderContents:
     """What `.metadata` says. Raises: NotACheckpointError for names that it may not hold, CheckpointDamagedError."""
     try:
-        contents = contents_of(MetadataUnpickler(io.BytesIO(data)).load())
+        check_pickle(data)
+        whole = MetadataUnpickler(io.BytesIO(data)).load()
+        check_nest(list(vars(whole).values()), len(data))
+        contents = contents_of(whole)
     except UnknownName as unknown:
-        problem = f"its {METADATA} names {unknown}, which no {METADATA} needs; nothing of it was run"
+        problem = f"its {METADATA} names {str(unknown)[:200]}, which no {METADATA} needs; nothing of it was run"
         raise NotACheckpointError(path, problem) from None
     except NotACheckpointError as error:
         raise NotACheckpointError(path, error.problem) from None
     except Exception as error:  # whatever a damaged pickle can raise
-        problem = f"its {METADATA} is cut off or damaged ({type(error).__name__}: {error})"
+        problem = f"its {METADATA} is cut off or damaged ({reason_of(error)})"
         raise CheckpointDamagedError(path, problem, METADATA) from error
     for name, tensor in contents.tensors.items():
-        if problem := cover_problem(tensor):
+        if problem := size_problem(tensor) or cover_problem(tensor):
             raise CheckpointDamagedError(path, f"its {METADATA} says of {name} that {problem}", METADATA)
     return contents
 
@@ -176,7 +192,7 @@ def contents_of(whole: Any) -> FolderContents:
 
 
 def is_path(path: Any) -> bool:
-    return isinstance(path, tuple) and bool(path) and all(isinstance(key, (str, int)) for key in path)
+    return isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(isinstance(key, (str, int)) for key in path)
 
 
 def box_offsets(index: Any) -> tuple[int, ...] | None:
@@ -203,6 +219,17 @@ def stored_chunk(box: Box, info: Any) -> StoredChunk:
     return StoredChunk(box, file, offset, length)
 
 
+def size_problem(tensor: StoredTensor) -> str | None:
+    """Why no tensor has this size, or none whose bytes lie in files."""
+    stored = sum(chunk.length for chunk in tensor.chunks)
+    nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+    if max((len(tensor.shape), *tensor.shape), default=0) >= 2**62 or len(tensor.shape) > 64:
+        return f"its shape is {shown(tensor.shape)}"
+    if nbytes > stored:
+        return f"it has {shown(nbytes)} bytes, of which {shown(stored)} are stored"
+    return None
+
+
 def cover_problem(tensor: StoredTensor) -> str | None:
     """Why the chunks do not hold each element of the tensor exactly once."""
     whole = Box((0,) * len(tensor.shape), tensor.shape)
@@ -212,11 +239,18 @@ def cover_problem(tensor: StoredTensor) -> str | None:
     stored = sum(chunk.box.numel for chunk in tensor.chunks)
     if stored != whole.numel:
         return f"{stored:,} of its {whole.numel:,} elements are stored"
-    boxes = sorted(chunk.box for chunk in tensor.chunks)
+    boxes = [chunk.box for chunk in tensor.chunks]
+    # Along the dimension that is cut into the most parts few boxes stand beside each other.
+    d = max(range(len(tensor.shape)), key=lambda d: len({box.offsets[d] for box in boxes}), default=0)
+    boxes.sort(key=lambda box: box.offsets[d : d + 1])
+    compared = 0
     for number, box in enumerate(boxes):
-        for other in boxes[number + 1 :]:
-            if box.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+        for other in itertools.islice(boxes, number + 1, None):
+            if box.offsets and other.offsets[d] >= box.offsets[d] + box.sizes[d]:
                 break
+            compared += 1
+            if compared > MAX_COMPARED:
+                return f"it has {len(boxes):,} parts, too many to tell whether they overlap"
             if box.common(other):
                 return f"two parts of it overlap, at {box.offsets} and {other.offsets}"
     return None

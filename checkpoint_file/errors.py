@@ -32,7 +32,13 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         found_by = f" (found by rank {self.rank})" if self.rank is not None else ""
-        return f"{self.path}: {self.problem}{found_by}"
+        return f"{self.path}: {printable(self.problem)}{found_by}"
+
+
+def printable(text: str, length: int = 4000) -> str:
+    """Words from a file may hold control characters, which a terminal would obey, and be of any length."""
+    text = text if len(text) <= length else text[:length] + " …"
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

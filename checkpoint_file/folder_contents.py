@@ -26,7 +26,8 @@ from checkpoint_file.dcp_metadata import METADATA, FolderContents, StoredChunk, 
 from checkpoint_file.errors import CheckpointDamagedError, CheckpointError, NotACheckpointError, cannot_read
 from checkpoint_file.folder_files import Files, Part, damaged
 from checkpoint_file.folder_writing import FOLDER_VERSION, OWN_RECORD
-from checkpoint_file.nests import is_dense, map_leaves
+from checkpoint_file.limits import MAX_PICKLE_BYTES, MAX_SMALL_BYTES, open_regular, shown
+from checkpoint_file.nests import is_dense, leaves, map_leaves, type_name
 from checkpoint_file.reading import CheckpointReader
 from checkpoint_file.skeleton import TensorRef, parse_skeleton
 from checkpoint_file.sources import FileSource, RecordSource
@@ -126,16 +127,34 @@ def read_contents(path: str) -> Folder:
     data = read_whole(path, METADATA)
     records = Records(path)
     if not os.path.exists(os.path.join(path, OWN_RECORD)):
-        return Folder(foreign_skeleton(records, parse_metadata(data, path)), records, (len(data), crc32(data)))
+        skeleton = foreign_skeleton(records, parse_metadata(data, path))
+        check_apart(records)
+        return Folder(skeleton, records, (len(data), crc32(data)))
     record = read_own_record(path)
     check_files(path, record, data)
-    skeleton = own_skeleton(records, parse_metadata(data, path), record)
+    try:
+        skeleton = own_skeleton(records, parse_metadata(data, path), record)
+    except (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        problem = f"{METADATA} and {OWN_RECORD} do not fit each other ({type(error).__name__}: {error})"
+        raise NotACheckpointError(path, problem) from error
+    check_apart(records)
     return Folder(skeleton, records, (len(data), crc32(data), repr(record["files"]), record["chunks"].shape[0]))
+
+
+def check_apart(records: Records) -> None:
+    """The records have no more bytes than the files: a folder that says otherwise would grow when it is read."""
+    claimed = sum(place.nbytes for place in records.places.values())
+    found = sum(os.path.getsize(os.path.join(records.path, name)) for name in set(records.files.values()) if name)
+    if claimed > found:
+        problem = f"its tensors have {claimed:,} bytes, its parts {found:,}: some lie in the same bytes"
+        raise CheckpointDamagedError(records.path, problem)
 
 
 def read_whole(path: str, name: str) -> bytes:
     try:
-        with open(os.path.join(path, name), "rb") as file:
+        with os.fdopen(open_regular(os.path.join(path, name)), "rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_PICKLE_BYTES:
+                raise NotACheckpointError(path, f"its {name} has more than {MAX_PICKLE_BYTES:,} bytes")
             return file.read()
     except FileNotFoundError as error:
         if name == METADATA and os.path.isdir(path):
@@ -153,6 +172,8 @@ def read_own_record(path: str) -> dict[str, Any]:
     try:
         source = FileSource(os.path.join(path, OWN_RECORD))
         with CheckpointReader(source.path, source.skeleton(), source, source.places) as reader:
+            if any(ref.nbytes > source.places[ref._record].nbytes for ref in leaves(reader.skeleton, (TensorRef,))):
+                raise NotACheckpointError(path, "it holds a tensor that is larger than its bytes")
             record = reader.materialize(reader.skeleton)
     except CheckpointError as error:
         problem = error.problem
@@ -162,9 +183,39 @@ def read_own_record(path: str) -> dict[str, Any]:
     version = record.get("folder_version") if isinstance(record, dict) else None
     if version != FOLDER_VERSION:
         raise NotACheckpointError(
-            path, f"has folder version {version!r}; this fairtrain reads version {FOLDER_VERSION}"
+            path, f"has folder version {shown(version)}; this fairtrain reads version {FOLDER_VERSION}"
         )
+    if problem := record_problem(record):
+        raise NotACheckpointError(path, f"{OWN_RECORD}: {problem}")
     return record
+
+
+def record_problem(record: dict[str, Any]) -> str | None:
+    """What keeps the record from being one that was written for a folder."""
+    kinds = {"files": list, "tensors": list, "block_bytes": int, "checksums": Tensor, "chunks": Tensor, "metadata_crc": int}
+    for key, kind in kinds.items():
+        if not isinstance(record.get(key), kind):
+            return f"its {key} is a {type_name(record.get(key))}"
+    chunks, checksums = record["chunks"], record["checksums"]
+    if (chunks.dtype, chunks.dim(), checksums.dtype, checksums.dim()) != (torch.int64, 2, torch.int64, 1):
+        return "its tables have other shapes"
+    if chunks.shape[1] != 5 or record["block_bytes"] < 1 or "state" not in record:
+        return "its tables have other shapes"
+    for entry in record["files"]:
+        if not (isinstance(entry, (list, tuple)) and [type(one) for one in entry] == [str, int, int]):
+            return f"it has the file {shown(entry)}"
+        if os.path.basename(entry[0]) != entry[0] or not entry[0].endswith(".distcp"):
+            return f"{shown(entry[0])} is no name of a part in the folder"
+    if len(chunks) and not 0 <= int(chunks[:, 0].min()) <= int(chunks[:, 0].max()) < len(record["files"]):
+        return "its chunks lie in files that it does not have"
+    if len(chunks) and not 0 <= int(chunks.min()) <= int(chunks.max()) < 2**62:
+        return "its chunks have impossible places"
+    for entry in record["tensors"]:
+        if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], str)):
+            return f"it has the tensor {shown(entry)}"
+        if not isinstance(entry[1], (list, tuple)) or not all(type(one) is int and 0 <= one < 2**62 for one in entry[1]):
+            return f"it has a tensor of strides {shown(entry[1])}"
+    return None
 
 
 def check_files(path: str, record: dict[str, Any], metadata: bytes) -> None:
@@ -284,7 +335,9 @@ def read_zip(files: Files, part: StoredChunk) -> tuple[Any, dict[str, Place]]:
         raise CheckpointDamagedError(files.path, problem, part.file) from error
     if "data.pkl" not in places:
         raise NotACheckpointError(files.path, f"its part {part.file} has a zip without data.pkl at byte {part.offset:,}")
-    for name in ("data.pkl", "byteorder"):
+    for name, most in (("data.pkl", MAX_PICKLE_BYTES), ("byteorder", MAX_SMALL_BYTES)):
+        if name in places and places[name].nbytes > most:
+            raise NotACheckpointError(files.path, f"the record {name} in {part.file} has more than {most:,} bytes")
         data = files.checked(part.file, places[name]) if name in places else b"little"
         if name == "data.pkl":
             pickled = data

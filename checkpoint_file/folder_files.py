@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import threading
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from checkpoint_file.archive import Place, crc32
 from checkpoint_file.dcp_metadata import StoredChunk
 from checkpoint_file.errors import CheckpointDamagedError
+from checkpoint_file.limits import MAX_DIRECTORY_BYTES, open_regular
 from checkpoint_file.sources import map_file
 
 MAX_OPEN = 64  # a folder may have thousands of files, a process often no more than 1024 descriptors
@@ -48,7 +50,7 @@ class Files:
 
     def _open(self, name: str) -> int:
         try:
-            return os.open(os.path.join(self.path, name), os.O_RDONLY)
+            return open_regular(os.path.join(self.path, name))
         except FileNotFoundError as error:
             raise CheckpointDamagedError(self.path, f"its part {name} is missing", name) from error
 
@@ -66,9 +68,10 @@ class Files:
             return self._maps[name]
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        filled = 0
         with self.opened(name) as fd:
+            if offset + nbytes > os.fstat(fd).st_size:  # before room is made for what it claims
+                raise CheckpointDamagedError(self.path, f"its part {name} ends too early", name)
+            data, filled = bytearray(nbytes), 0
             while filled < nbytes:
                 count = os.preadv(fd, [memoryview(data)[filled:]], offset + filled)
                 if count == 0:
@@ -126,6 +129,8 @@ class Part(io.RawIOBase):
     def read(self, nbytes: int = -1) -> bytes:
         left = max(self._part.length - self._position, 0)
         nbytes = left if nbytes is None or nbytes < 0 else min(nbytes, left)
+        if nbytes > MAX_DIRECTORY_BYTES:
+            raise zipfile.BadZipFile(f"a directory of more than {MAX_DIRECTORY_BYTES:,} bytes")
         data = self._files.read(self._part.file, self._part.offset + self._position, nbytes)
         self._position += nbytes
         return data

@@ -6,18 +6,23 @@ Neither has checksums. Nothing in them is executed. Must not know: what the name
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import mmap
 import os
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from checkpoint_file.archive import NO_CHECKSUM, Place, crc32
 from checkpoint_file.errors import CheckpointDamagedError, NotACheckpointError
+from checkpoint_file.limits import RefusedBytes, check_pickle, shown
 from checkpoint_file.skeleton import TensorRef, _SkeletonUnpickler, _StorageRef, unpickled
 from checkpoint_file.sources import OneFileSource
-from checkpoint_file.stand_ins import as_plain, find_data
+from checkpoint_file.stand_ins import find_data
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first of the pickles that torch.save wrote before 1.6
 MAX_HEADER_BYTES = 100 << 20  # of safetensors, as the format says
@@ -49,11 +54,10 @@ class LegacySource(UncheckedSource):
 
     def _look(self) -> None:
         self.places = {}
-        with open(os.dup(self._fd), "rb") as file:
-            file.seek(0)
-            reader = _LegacyUnpickler(file, find_data)
+        with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as data:
+            pickles = Pickles(data, self.path)
             for what in ("magic number", "protocol", "system"):
-                value = unpickled(_SkeletonUnpickler(file), self.path, "its beginning")
+                value, _ = pickles.next(_SkeletonUnpickler, "its beginning")
                 if what == "magic number" and value != LEGACY_MAGIC:
                     problem = f"is a pickle of a {type(value).__name__}, not a file of torch.save"
                     raise NotACheckpointError(self.path, problem)
@@ -61,17 +65,17 @@ class LegacySource(UncheckedSource):
                     raise NotACheckpointError(
                         self.path, "is of a big-endian machine, whose byte order is not read here"
                     )
-            nest = unpickled(reader, self.path, "its pickle")
-            keys = unpickled(_SkeletonUnpickler(file), self.path, "its list of storages")
-            offset = file.tell()
-        if not isinstance(keys, list):
+            nest, reader = pickles.next(lambda file: _LegacyUnpickler(file, find_data), "its pickle")
+            keys, _ = pickles.next(_SkeletonUnpickler, "its list of storages")
+            offset = pickles.offset
+        if not isinstance(keys, list) or not all(type(key) in (str, int) for key in keys):
             raise CheckpointDamagedError(self.path, "has no list of storages")
         for key in keys:
             offset = self._storage(f"data/{key}", reader, offset)
         missing = [name for name in reader.sizes if name not in self.places]
         if missing:
             raise CheckpointDamagedError(self.path, f"record {missing[0]} is missing", missing[0])
-        self._nest = as_plain(nest)
+        self._nest = nest
 
     def _storage(self, name: str, reader: _LegacyUnpickler, offset: int) -> int:
         """Note the storage that begins at `offset` with its number of elements; returns where the next one begins."""
@@ -82,6 +86,23 @@ class LegacySource(UncheckedSource):
             raise CheckpointDamagedError(self.path, f"ends in the middle of record {name}", name)
         self.places[name] = Place(name, offset + 8, nbytes, NO_CHECKSUM)
         return offset + 8 + nbytes
+
+
+class Pickles:
+    """Pickles one behind the other in a mapped file; `offset` is where the next one begins."""
+
+    def __init__(self, data: mmap.mmap, path: str) -> None:
+        self._data, self._path, self.offset = data, path, 0
+
+    def next(self, make: Callable[[io.BytesIO], _SkeletonUnpickler], what: str) -> tuple[Any, _SkeletonUnpickler]:
+        """(the next object, the reader that `make` made for it)."""
+        try:
+            end = check_pickle(self._data, self.offset)
+        except RefusedBytes as error:
+            raise NotACheckpointError(self._path, f"{what} cannot be read: {error}") from error
+        data = self._data[self.offset : end]
+        reader, self.offset = make(io.BytesIO(data)), end
+        return unpickled(reader, data, self._path, what), reader
 
 
 class _LegacyUnpickler(_SkeletonUnpickler):
@@ -95,7 +116,7 @@ class _LegacyUnpickler(_SkeletonUnpickler):
         if kind == "module":
             return saved_id[1]
         _, dtype, key, _, count, *view = saved_id
-        ref = super().persistent_load((kind, dtype, key, None, count))
+        ref = super().persistent_load((kind, dtype, str(key) if type(key) is int else key, None, count))
         if ref.dtype is None:
             ref = _StorageRef(ref.record, torch.uint8)
         self.itemsizes[ref.record] = ref.dtype.itemsize
@@ -130,6 +151,8 @@ class SafetensorsSource(UncheckedSource):
         sizes = (*shape, begin, end)
         if not all(type(size) is int and size >= 0 for size in sizes) or begin > end or first + end > self._size():
             raise CheckpointDamagedError(self.path, f"ends before its tensor {name} does", name)
+        if max(math.prod(shape), *sizes) >= 2**60 or len(shape) > 64:
+            raise CheckpointDamagedError(self.path, f"its header gives {name} the shape {shown(shape)}", name)
         ref = TensorRef(dtype, shape, name, 0, row_major(shape))
         if ref.nbytes != end - begin:
             raise CheckpointDamagedError(

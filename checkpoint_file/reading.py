@@ -30,7 +30,7 @@ from checkpoint_file.filling import (
 )
 from checkpoint_file.nests import ShardedTensor, empty_storage, flat_pieces, leaves, map_leaves, tensor_in
 from checkpoint_file.sending import Message, Stream
-from checkpoint_file.skeleton import TensorRef
+from checkpoint_file.skeleton import TensorRef, owners
 
 JOB_CHUNKS = 8  # that a thread reads and checks before it looks for more
 
@@ -114,7 +114,7 @@ class CheckpointReader:
 
     def _fill(self, plan: Plan, made: list[Checksums]) -> bytes:
         """Bring this rank's share of the bytes to their places; returns what it has checked of them."""
-        checksums = Checksums(self.path, self._places, plan.names)
+        checksums = Checksums(self.path, self._places, plan.names, lambda record: owners(self.skeleton, record))
         made.append(checksums)
         if not self._rank_0_reads:
             self._read(plan, checksums)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpoint_file.archive import Place, crc32, read_directory
 from checkpoint_file.errors import CheckpointDamagedError, NotACheckpointError, cannot_read
+from checkpoint_file.limits import MAX_PICKLE_BYTES, MAX_SMALL_BYTES, open_regular
 from checkpoint_file.skeleton import TensorRef, parse_skeleton
 
 READ_METHODS = ("auto", "mmap", "pread")
@@ -126,12 +127,14 @@ class FileSource(OneFileSource):
 
     def _look(self) -> None:
         self.places, _ = read_directory(self._fd, self.path)
-        self.pickle = self.read_checked("data.pkl")
-        if "byteorder" in self.places and self.read_checked("byteorder") != b"little":
+        self.pickle = self.read_checked("data.pkl", MAX_PICKLE_BYTES)
+        if "byteorder" in self.places and self.read_checked("byteorder", MAX_SMALL_BYTES) != b"little":
             raise NotACheckpointError(self.path, "is of a big-endian machine, whose byte order is not read here")
 
-    def read_checked(self, name: str) -> bytes:
+    def read_checked(self, name: str, most: int) -> bytes:
         place = self.places[name]
+        if place.nbytes > most:
+            raise NotACheckpointError(self.path, f"its record {name} has {place.nbytes:,} bytes, more than {most:,}")
         data = os.pread(self._fd, place.nbytes, place.offset)
         if len(data) != place.nbytes or crc32(data) != place.crc:
             problem = f"record {name} does not have the checksum it was written with"
@@ -150,7 +153,7 @@ def open_file(path: str) -> int:
     try:
         if os.path.isdir(path):
             raise NotACheckpointError(path, "is a folder, not a checkpoint file")
-        return os.open(path, os.O_RDONLY)
+        return open_regular(path)
     except OSError as error:
         raise cannot_read(path, error) from error
 

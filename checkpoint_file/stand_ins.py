@@ -26,8 +26,23 @@ CLASSES = frozenset(
     " builtins.object builtins.type".split()
 )
 TYPES = {name: kind for name, kind in vars(__import__("builtins")).items() if kind in (
-    dict, list, tuple, set, frozenset, int, float, str, bool, complex, bytes, bytearray)}  # fmt: skip
+    dict, list, tuple, set, frozenset, int, float, str, bool, complex)}  # fmt: skip
 MAX_ARRAY = 1 << 20  # elements of an array of numpy that becomes a list
+
+
+class Fixed:
+    """A function of ours that a pickle may call, and of which nothing can be set."""
+
+    __slots__ = ("_do",)
+
+    def __init__(self, do: Any) -> None:
+        self._do = do
+
+    def __call__(self, *args: Any) -> Any:
+        return self._do(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise RefusedName("changes a function")
 
 
 class RefusedName(pickle.UnpicklingError):
@@ -71,7 +86,8 @@ def find_data(module: str, name: str) -> Any:
     if module == "builtins" and name in TYPES:
         return TYPES[name]
     if whole in FUNCTIONS:
-        return FUNCTIONS[whole]
+        found = FUNCTIONS[whole]
+        return found if isinstance(found, type) else Fixed(found)
     package = module.partition(".")[0]
     if package in DOING and whole not in CLASSES and not whole.startswith(HOLDING):
         raise RefusedName(whole)
@@ -92,6 +108,15 @@ def encoded(text: Any, encoding: Any = "latin1", *_: Any) -> bytes:
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise RefusedName("_codecs.encode of something else than text")
     return text.encode(encoding)
+
+
+def raw_bytes(data: Any = b"", *encoding: Any) -> bytes:
+    """bytes or bytearray of what the pickle holds; a number would make as many zeros."""
+    if isinstance(data, str):
+        return encoded(data, *encoding)
+    if not isinstance(data, (bytes, bytearray, list, tuple)):
+        raise RefusedName("bytes of something else than data")
+    return bytes(data)
 
 
 class ArrayType(StandIn):
@@ -143,6 +168,8 @@ def counted(pairs: Any = ()) -> dict:
 FUNCTIONS: dict[str, Any] = {
     "copyreg._reconstructor": reconstructed,
     "_codecs.encode": encoded,
+    "builtins.bytes": raw_bytes,
+    "builtins.bytearray": raw_bytes,
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": without_factory,
     "collections.Counter": counted,

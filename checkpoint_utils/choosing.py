@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import checkpoint_file
 from checkpoint_file import CheckpointDamagedError, CheckpointError
 from checkpoint_utils.config import RESET_FLAGS, SAVED_SETTINGS, TWO_WISHES, expand, restore_wish
 from checkpoint_utils.errors import CheckpointWishError, NoUsableCheckpointError
-from checkpoint_utils.facts import FileFacts, gather_facts, last_paths, read_facts
+from checkpoint_utils.facts import FileFacts, doubts_of_last, gather_facts, last_paths, read_facts
 from checkpoint_utils.names import CheckpointName
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ def decide_what_to_load(cfg: Any, known: Mapping[str, str]) -> tuple[Choice, dic
     default = os.path.join(save_dir, str(CheckpointName("last")))
     same_file = bool(wish) and os.path.realpath(wish) in map(os.path.realpath, [default, *last_paths(save_dir)])
     last, others = (None, []) if same_file else gather_facts(save_dir, known)
+    if last is not None and last.problem is None and (doubt := doubts_of_last(last, save_dir)):
+        logger.error("%s: %s. THE RUN GOES ON FROM IT; FOR ANOTHER ONE ADD checkpoint.restore_file=FILE", last.path, doubt)
     choice = choose(cfg, last, others, same_file)
     if choice.asked_for:
         if choice.source != "finetune_from_model":

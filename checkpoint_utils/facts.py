@@ -55,22 +55,51 @@ def read_facts(path: str, whole: bool = False) -> FileFacts:
         with checkpoint_file.open_local_checkpoint(path) as reader:
             saved = reader.skeleton
         history = saved.get("optimizer_history") or [{}]
-        facts = FileFacts(
-            path,
-            (checkpoint_file.verify_checkpoint(path) or [None])[0] if whole else None,
-            int(history[-1].get("num_updates") or 0),
-            saved.get("run_id"),
-            (saved.get("cfg") or {}).get("checkpoint") or {},
-        )
+        num_updates = int(history[-1].get("num_updates") or 0)
+        problem = (checkpoint_file.verify_checkpoint(path) or [None])[0] if whole else None
+        checkpoint_cfg = dict((saved.get("cfg") or {}).get("checkpoint") or {})
+        facts = FileFacts(path, problem or name_problem(path, saved), num_updates, saved.get("run_id"), checkpoint_cfg)
     except (CheckpointDamagedError, checkpoint_file.NotACheckpointError) as error:
         return FileFacts(path, error.problem)
     except checkpoint_file.CheckpointNotFoundError:
         if not os.path.islink(path):
             raise
         return FileFacts(path, f"is a link to {os.readlink(path)}, which is not there")
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         return FileFacts(path, f"its contents are not those of a checkpoint ({type(error).__name__}: {error})")
     return facts
+
+
+def name_problem(path: str, saved: Mapping[str, Any]) -> str | None:
+    """What a checkpoint's name says otherwise than its content: another one was put in its place. None: nothing."""
+    name = CheckpointName.parse(os.path.basename(path))
+    history, extra_state = saved.get("optimizer_history") or [{}], saved.get("extra_state") or {}
+    num_updates, position = history[-1].get("num_updates"), extra_state.get("train_iterator") or {}
+    if name is None or num_updates is None:
+        return None
+    if name.kind == "update" and name.num_updates != num_updates:
+        return f"is named for update {name.num_updates}, but holds update {num_updates}: another file was put in its place"
+    epoch = position.get("epoch")
+    if name.kind == "epoch" and epoch is not None and name.epoch not in (epoch, epoch - 1):
+        return f"is named for epoch {name.epoch}, but holds epoch {epoch}: another file was put in its place"
+    return None
+
+
+def doubts_of_last(last: FileFacts, save_dir: str) -> str | None:
+    """What speaks against checkpoint_last being what the run saved last: newer names, another run. None: nothing.
+
+    Neither proves anything: a save that was cut off leaves newer names, and a folder may have been used before.
+    """
+    paths = [path for path in checkpoint_paths(save_dir) if CheckpointName.parse(os.path.basename(path)).kind == "update"]
+    if not paths:
+        return None
+    newest = CheckpointName.parse(os.path.basename(paths[0]))
+    if newest.num_updates > last.num_updates:
+        return f"IT HOLDS UPDATE {last.num_updates}, AND {os.path.basename(paths[0])} IS THERE: A SAVE WAS CUT OFF, OR IT WAS REPLACED"
+    run_id = written_by(paths[0])
+    if run_id is not None and run_id != last.run_id:
+        return f"IT IS OF ANOTHER RUN THAN {os.path.basename(paths[0])}"
+    return None
 
 
 def gather_facts(save_dir: str, known: Mapping[str, str]) -> tuple[FileFacts | None, list[FileFacts]]:
@@ -129,5 +158,13 @@ def checkpoint_paths(folder: str | os.PathLike, pattern: str | None = None) -> l
 
 
 def verify_checkpoint(path: str | os.PathLike) -> list[str]:
-    """Read every byte; return what is wrong with the file, a sentence each, [] when all is well."""
-    return checkpoint_file.verify_checkpoint(expand(path))
+    """Read every byte; return what is wrong with the file, a sentence each, [] when all is well.
+
+    A file of one of a run's names must also hold the update or epoch that it is named for.
+    """
+    problems = checkpoint_file.verify_checkpoint(expand(path))
+    if not problems and CheckpointName.parse(os.path.basename(expand(path))) is not None:
+        facts = read_facts(expand(path))
+        is_ours = os.path.isdir(expand(path)) or "put in its place" in (facts.problem or "")  # files of others may be called so
+        problems = [f"{path}: {facts.problem}"] if facts.problem is not None and is_ours else []
+    return problems

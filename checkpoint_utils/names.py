@@ -13,6 +13,7 @@ from typing import Any
 from checkpoint_utils.best_score import is_better, is_score
 
 ABANDONED = "abandoned"
+DAMAGED = "damaged"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from checkpoint_utils.file_system import is_held, move_to_free_name, remove, syn
 from checkpoint_utils.folders import keep_what_links_name, links_to, put_back, remove_folders_without_link
 from checkpoint_utils.names import (
     ABANDONED,
+    DAMAGED,
     CheckpointName,
     is_linked_name,
     is_name_aside,
@@ -69,10 +70,13 @@ def replaced_in_the_other_form(save_dir: str, saved: Iterable[str], run_id: str 
 
 
 def put_aside(cfg: Any, choice: Choice, num_updates: int) -> list[str]:
-    """After a load: keep damaged files under another name, and those that a new wish leaves behind in a folder."""
-    moved = [move_aside(path, f"{path}.damaged") for path, _ in choice.passed_over]
+    """After a load: keep damaged files in a folder where nothing counts or deletes them, and in another one those that a
+    new wish leaves behind."""
+    save_dir = expand(cfg.save_dir)
+    if choice.passed_over:
+        os.makedirs(os.path.join(save_dir, DAMAGED), exist_ok=True)
+    moved = [move_aside(p, os.path.join(save_dir, DAMAGED, os.path.basename(p))) for p, _ in choice.passed_over]
     if choice.new_wish:
-        save_dir = expand(cfg.save_dir)
         for path in checkpoint_paths(save_dir):
             if os.path.realpath(path) != os.path.realpath(choice.path) and read_facts(path).num_updates > num_updates:
                 os.makedirs(os.path.join(save_dir, ABANDONED), exist_ok=True)

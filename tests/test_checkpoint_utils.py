@@ -546,8 +546,8 @@ def test_a_damaged_last_is_passed_over_loudly_and_kept_aside(folder, caplog, dam
     checkpoint_utils.load_checkpoint(cfg, trainer)
     assert trainer.num_updates == 10 and trainer.weight.unique().tolist() == [10.0]
     assert "DAMAGED" in caplog.text and "GOING BACK" in caplog.text
-    assert (folder / "checkpoint_last.pt.damaged").read_bytes() == broken
-    assert (folder / "checkpoint_1_11.pt.damaged").exists()
+    assert (folder / "damaged" / "checkpoint_last.pt").read_bytes() == broken
+    assert (folder / "damaged" / "checkpoint_1_11.pt").exists()
     assert not (folder / "checkpoint_last.pt").exists()
     assert checkpoint_utils.load_checkpoint(cfg, FakeTrainer(cfg))[0] is not None  # and again
 

@@ -243,7 +243,7 @@ def test_all_ranks_go_back_to_the_same_older_checkpoint(tmp_path, on_all_ranks):
     results = run_ranks(load_and_tell, 2, tmp_path, on_all_ranks)
     assert results[0] == results[1] and results[0][:3] == (None, 8, [8.0] * 8)
     assert sorted(os.listdir(tmp_path)) == [
-        "checkpoint_1_8.pt", "checkpoint_1_9.pt.damaged", "checkpoint_best.pt.damaged", "checkpoint_last.pt.damaged"
+        "checkpoint_1_8.pt", "damaged"
     ]  # fmt: skip
 
 

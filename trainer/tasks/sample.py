@@ -130,10 +130,12 @@ def build_model(model_class: type[nn.Module], state: Mapping[str, Any], use_ema:
     `model_class`: known to the caller; only its arguments come from the file.
     """
     arguments = {name: value for name, value in state["cfg"]["model"].items() if name != "_target_"}
+    check_sizes(arguments, state["model"])
     try:
         model = model_class(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"the checkpoint's cfg.model does not fit {model_class.__name__}: {error}") from error
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, MemoryError, AssertionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"the checkpoint's cfg.model does not fit {model_class.__name__} ({reason})") from error
     average = (state.get("extra_state") or {}).get("ema") if use_ema else None
     weights = {**state["model"], **(average or {})}
     try:
@@ -141,6 +143,14 @@ def build_model(model_class: type[nn.Module], state: Mapping[str, Any], use_ema:
     except RuntimeError as error:
         raise ConfigError(f"the checkpoint's weights do not fit its cfg.model: {error}") from error
     return model.eval(), "averaged weights" if average else "trained weights"
+
+
+def check_sizes(arguments: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a number in cfg.model that is far beyond the weights: the file must not fill the memory."""
+    numel = sum(weight.numel() for weight in weights.values() if isinstance(weight, Tensor))
+    for name, value in arguments.items():
+        if isinstance(value, (int, float)) and abs(value) > 1_000_000 + numel or name == "depth" and value > len(weights):
+            raise ConfigError(f"the checkpoint's cfg.model.{name} is {value!r:.40}, which its weights do not fit")
 
 
 # ---- images ----
