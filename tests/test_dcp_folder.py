@@ -20,6 +20,7 @@ from checkpoint_file import (
     CheckpointError,
     NotACheckpointError,
     UnsavableValueError,
+    archive,
     dcp_metadata,
     folder_writing,
     sources,
@@ -136,6 +137,21 @@ def test_a_flipped_byte_at_any_place_is_noticed_or_means_nothing(folder):  # [R2
                 assert checkpoint_file.verify_checkpoint(folder), (name, at)
         (folder / name).write_bytes(whole)
     assert_same(read_all(folder), state)
+
+
+def test_a_folder_with_a_checksum_for_each_block_of_a_box_is_read_and_checked(folder):  # as folders were at first
+    w = torch.arange(700_000.0)
+    checkpoint_file.write_checkpoint_folder(make_state({"w": w}), folder)
+    record = torch.load(folder / "fairtrain.pt", weights_only=True)
+    data = w.numpy().tobytes()
+    record["block_bytes"] = 1 << 20
+    blocks = [archive.crc32(data[begin : begin + (1 << 20)]) for begin in range(0, len(data), 1 << 20)]
+    record["checksums"] = torch.tensor(blocks)
+    torch.save(record, folder / "fairtrain.pt")
+    assert len(blocks) == 3 and torch.equal(read_all(folder)["model"]["w"], w)
+    change(folder / "__0_0.distcp", w[600_000:600_010].numpy().tobytes())
+    with pytest.raises(CheckpointDamagedError, match="model.w"):
+        read_all(folder)
 
 
 def test_a_truncated_or_missing_part_is_noticed_at_the_choice(folder):  # [R2]
