@@ -5,6 +5,7 @@ Decides and says; deletes nothing. A quota is not seen from here: it is found by
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from checkpoint_file import CheckpointError, ShardedTensor
+from checkpoint_file import ShardedTensor
 from checkpoint_file.nests import leaves
 from checkpoint_utils.config import expand
 from checkpoint_utils.facts import checkpoint_paths
@@ -109,11 +110,9 @@ def say_room(cfg: Any, state: Any, not_yet_there: int = 0) -> None:
 def bytes_held(save_dir: str) -> int:
     """Bytes of the checkpoints in the folder, each content once, whatever names it has."""
     held = {}
-    for path in checkpoint_paths(save_dir):
-        try:
+    with contextlib.suppress(OSError):  # one that has just gone, a folder that cannot be listed: a line of the log less exact
+        for path in checkpoint_paths(save_dir):
             held[os.stat(path).st_ino] = bytes_of(path)
-        except (OSError, CheckpointError):
-            continue  # it has gone, or is not ours to read
     return sum(held.values())
 
 
