@@ -181,7 +181,7 @@ for update in range(1, 10_000):
 
 
 def test_sigkill_during_saves_never_leaves_a_broken_checkpoint(tmp_path, form):  # [P1]
-    path = str(tmp_path / f"checkpoint_1_1{form.ending}")
+    path = str(tmp_path / f"checkpoint_last{form.ending}")
     root = str(Path(checkpoint_utils.__file__).parent.parent)
     for delay in (0.011, 0.023):
         code = KILLED.format(root=root, path=path, publish=form.publish)
