@@ -128,25 +128,24 @@ class CheckpointReader:
     def _read(self, plan: Plan, checksums: Checksums) -> None:
         """Every rank reads: what all need and its own."""
         ranks = range(len(plan.sharded))
-        slices = self._shared_out(plan.names, [[plan.whole, plan.sharded[rank]] for rank in ranks], ranks)
+        needs = [united(plan.names, plan.whole, plan.sharded[rank]) for rank in ranks]
+        slices = self._shared_out(plan.names, needs, ranks)
         uses = {name: plan.whole_uses.get(name, []) + plan.own_uses.get(name, []) for name in plan.names}
-        self._bring_all(
-            plan, [plan.whole, plan.sharded[plan.rank], slices[plan.rank]], uses, slices[plan.rank], checksums
-        )
+        wanted = united(plan.names, needs[plan.rank], slices[plan.rank])
+        self._bring_all(plan, wanted, uses, slices[plan.rank], checksums)
 
     def _send(self, plan: Plan, checksums: Checksums) -> None:
         """Rank 0 reads: what all need, what each other rank needs, its own, and what nobody needs."""
-        needs = [[sharded] for sharded in plan.sharded]
-        slices = self._shared_out(plan.names, [*needs, [plan.whole]], [0])  # the last is EVERYBODY's
+        slices = self._shared_out(plan.names, [*plan.sharded, plan.whole], [0])  # the last is EVERYBODY's
 
         def load(message: Message, data: Tensor) -> None:
             self._load(plan, message, data, slices[message.receiver], checksums)
 
         Stream(self._group).send(plan, load)
-        self._bring_all(plan, [plan.sharded[0], slices[0]], plan.own_uses, slices[0], checksums)
+        self._bring_all(plan, united(plan.names, plan.sharded[0], slices[0]), plan.own_uses, slices[0], checksums)
 
     def _shared_out(
-        self, names: list[str], needs: list[list[dict[str, list[Interval]]]], for_gaps: Sequence[int]
+        self, names: list[str], needs: list[dict[str, list[Interval]]], for_gaps: Sequence[int]
     ) -> list[dict[str, list[Interval]]]:
         """For each reader, which bytes of which records it checks."""
         loads = [0] * len(needs)
@@ -154,7 +153,7 @@ class CheckpointReader:
         for name in names:
             if self._places[name].crc == NO_CHECKSUM:
                 continue
-            read = [merged([one for part in parts for one in part.get(name, [])]) for parts in needs]
+            read = [need.get(name, []) for need in needs]
             for own, slices in zip(dealt, share_out(self._places[name].nbytes, read, loads, for_gaps)):
                 own[name] = slices
         return dealt
@@ -162,7 +161,7 @@ class CheckpointReader:
     def _bring_all(
         self,
         plan: Plan,
-        wanted: list[dict[str, list[Interval]]],
+        wanted: dict[str, list[Interval]],
         uses: dict[str, list[Use]],
         slices: dict[str, list[Interval]],
         checksums: Checksums,
@@ -173,8 +172,8 @@ class CheckpointReader:
         """
         straight: list[tuple[str, int, Tensor]] = []
         for name in plan.names:
-            intervals, own = merged([one for part in wanted for one in part.get(name, [])]), uses.get(name, [])
-            for begin, end in cut(intervals, JOB_CHUNKS * archive.CHUNK_BYTES):
+            own = uses.get(name, [])
+            for begin, end in cut(wanted.get(name, []), JOB_CHUNKS * archive.CHUNK_BYTES):
                 place = memory_for(own, begin, end)
                 if place is None:
                     checksums.add(name, self._spread(name, begin, end, own, slices.get(name, [])))
@@ -201,7 +200,7 @@ class CheckpointReader:
         checked = []
         for low, high, is_mine in marked(slices, begin, begin + len(memory)):
             checksum = 0
-            for first, end in cut([(low, high)], archive.CHUNK_BYTES):
+            for first, end in cut([(low, high)], archive.CHUNK_BYTES) if is_mine else [(low, high)]:
                 chunk = memory[first - begin : end - begin]
                 self._source.read_into(name, first, chunk)
                 if is_mine:
@@ -251,6 +250,14 @@ class CheckpointReader:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def united(
+    names: list[str], one: dict[str, list[Interval]], other: dict[str, list[Interval]]
+) -> dict[str, list[Interval]]:
+    """The bytes of records that are in one or the other; both are as `merged` gives them."""
+    pairs = ((name, one.get(name, []), other.get(name, [])) for name in names)
+    return {name: merged([*a, *b]) if a and b and a != b else a or b for name, a, b in pairs}
 
 
 Job, Result = TypeVar("Job"), TypeVar("Result")
