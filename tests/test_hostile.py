@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 import checkpoint_file
 import checkpoint_utils
@@ -17,6 +18,8 @@ from checkpoint_file.limits import RefusedBytes, check_nest, check_pickle
 from tests.commands import fairtrain
 from tests.dist.harness import run_ranks
 from tests.hostile import archives, fuzz, pickles
+from trainer.errors import ConfigError
+from trainer.resume_folder import continued
 from trainer.tasks.sample import main as sample
 
 # What is harmless when somebody asks for whatever a file holds: plain data. None of it is a checkpoint of ours.
@@ -144,3 +147,14 @@ def test_the_fuzzer_is_a_command(tmp_path, capsys, monkeypatch):
     )
     assert fuzz.main() == 0 and "3 mutations from number 5 on, 0 faults" in capsys.readouterr().out
     assert not os.path.exists(tmp_path / "kept")
+
+
+@pytest.mark.parametrize("section, key", [("checkpoint", "save_dir"), ("common", "tensorboard_logdir")])
+@pytest.mark.parametrize("place", ["/somewhere/else", "../../elsewhere", "~/.ssh"])
+def test_a_config_from_a_checkpoint_does_not_choose_where_to_write(tmp_path, section, key, place):
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    state = {"format_version": 1, "run_id": "r", "model": {}, "cfg": {"run_dir": str(run_dir), section: {key: place}}}
+    checkpoint_file.write_checkpoint_file(state, run_dir / "checkpoints" / "checkpoint_last.pt")
+    with pytest.raises(ConfigError, match=f"outside of .*type it: {section}.{key}="):
+        continued(str(run_dir), OmegaConf.create(), [], [])

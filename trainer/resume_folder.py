@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from checkpoint_file.limits import shown
 from trainer.config import NODES, SECTIONS, TEXTS, section_classes, with_defaults
 from trainer.errors import ConfigError
 from trainer.overrides import Override, apply_values
@@ -37,6 +38,8 @@ def continued(
     _follow(saved, run_dir)
     replaced = _take_options(saved, chosen, options)
     typed = {override.key for override in values}
+    if not source.endswith(".yaml"):
+        _check_written_paths(saved, run_dir, source, typed)
     references = list(_blank_references(saved, replaced))
     _check_targets(saved, replaced, typed, _modules(chosen, replaced, values))
     cfg = with_defaults(saved)
@@ -73,6 +76,21 @@ def _follow(saved: dict, run_dir: str) -> None:
                 if isinstance(value, str) and (value == old or value.startswith(old.rstrip("/") + "/")):
                     saved[section][key] = run_dir.rstrip("/") + value[len(old.rstrip("/")) :]
     saved["run_dir"] = run_dir
+
+
+def _check_written_paths(saved: dict, run_dir: str, source: str, typed: set[str]) -> None:
+    """A config that comes from a checkpoint chooses no folder outside of the run's to write into."""
+    for section, key in (("checkpoint", "save_dir"), ("common", "tensorboard_logdir")):
+        value, name = saved.get(section, {}).get(key), f"{section}.{key}"
+        if not isinstance(value, str) or "${" in value or name in typed:
+            continue
+        folder = os.path.realpath(run_dir)
+        path = os.path.realpath(os.path.join(folder if key != "save_dir" else os.curdir, os.path.expanduser(value)))
+        if os.path.commonpath([folder, path]) != folder:
+            raise ConfigError(
+                f"the config saved in {source} would write into {shown(value)}, outside of {run_dir}. "
+                f"If that is meant, type it: {name}={value}"
+            )
 
 
 def _take_options(saved: dict, chosen: DictConfig, options: Sequence[Override]) -> set[str]:
