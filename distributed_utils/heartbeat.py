@@ -132,7 +132,11 @@ def place_of(position: tuple[int, int]) -> str:
     num_updates, phase = position
     if phase >= _OF_NEXT_UPDATE:
         return f"in update {num_updates + 1}, phase {PHASES[phase]}"
-    return f"after update {num_updates}, phase {PHASES[phase]}" if num_updates else f"before update 1, phase {PHASES[phase]}"
+    return (
+        f"after update {num_updates}, phase {PHASES[phase]}"
+        if num_updates
+        else f"before update 1, phase {PHASES[phase]}"
+    )
 
 
 def culprit(progress: Sequence[Progress], timeout_s: float) -> int | None:

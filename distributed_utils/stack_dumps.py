@@ -110,7 +110,10 @@ def kill(pid: int) -> None:
 def own_home() -> str:
     """The machine and the process namespace that this process lives in: where pids mean the same."""
     parts: list[Any] = []
-    for read in (lambda: open("/proc/sys/kernel/random/boot_id").read().strip(), lambda: os.readlink("/proc/self/ns/pid")):
+    for read in (
+        lambda: open("/proc/sys/kernel/random/boot_id").read().strip(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+    ):
         try:
             parts.append(read())
         except OSError:

@@ -150,7 +150,9 @@ class RankStalls:
         seconds, pid = time.monotonic() - since, facts["pid"]
         if facts["home"] != self._home or not self._home:
             place = f"{last.place}, when last heard"
-            return Stall(rank, f"{self._own.headline(seconds, place)} Its process {pid} on {facts['host']} says nothing.")
+            return Stall(
+                rank, f"{self._own.headline(seconds, place)} Its process {pid} on {facts['host']} says nothing."
+            )
         state = stack_dumps.describe_state(pid)
         shared = facts["fd"] is not None
         position = read_shared_position(pid, facts["fd"]) if shared else None

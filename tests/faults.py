@@ -22,7 +22,18 @@ from tests.dist.harness import run_ranks_to_any_end
 from trainer import Trainer
 
 NUM_SAMPLES = 48
-MOMENTS = ("start-up", "dataset", "collate", "forward", "backward", "optimizer", "validation", "saving", "loading", "task")
+MOMENTS = (
+    "start-up",
+    "dataset",
+    "collate",
+    "forward",
+    "backward",
+    "optimizer",
+    "validation",
+    "saving",
+    "loading",
+    "task",
+)
 
 
 def sleep_holding_the_interpreter(seconds: int) -> None:
@@ -37,7 +48,9 @@ DEEDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "raise": lambda: (_ for _ in ()).throw(KeyError("item k")),
     "memory": lambda: (_ for _ in ()).throw(MemoryError("no room for the batch")),
-    "torch memory": lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+    "torch memory": lambda: (_ for _ in ()).throw(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    ),
     "exit": lambda: sys.exit(3),
     "slow": lambda: time.sleep(1.0),
     "none": lambda: None,

@@ -65,7 +65,9 @@ def test_a_stopped_rank_is_named_by_its_neighbour_with_the_stack_that_it_was_sto
     check_named(story, 1, "in update 3, phase forward")
     assert story.statuses == [1, -signal.SIGKILL]  # it hears nothing else
     assert "is stopped (state T, as by SIGSTOP)" in story.output
-    assert re.search(r'compute_loss\n  File ".*faults\.py", line \d+ in _at\n  File ".*", line \d+ in <lambda>', story.output)
+    assert re.search(
+        r'compute_loss\n  File ".*faults\.py", line \d+ in _at\n  File ".*", line \d+ in <lambda>', story.output
+    )
 
 
 def test_a_stuck_data_worker_is_named_with_where_it_is_stuck(stories):
@@ -171,7 +173,11 @@ def test_one_process_whose_interpreter_is_held_is_ended_too(tmp_path):
 def test_the_job_of_a_launcher_ends_and_says_it_once(tmp_path, torchrun, deed):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2") if torchrun else ()
     ended = command(
-        tmp_path, f"+task.deed={deed}", "task.rank=1", "distributed_training.distributed_world_size=2", launcher=launcher
+        tmp_path,
+        f"+task.deed={deed}",
+        "task.rank=1",
+        "distributed_training.distributed_world_size=2",
+        launcher=launcher,
     )
     assert ended.returncode == 1
     assert len(re.findall(r"fairtrain: rank 1: stalled in update 5, phase data", ended.stderr)) == 1, ended.stderr
