@@ -21,9 +21,10 @@ from checkpoint_file.folder_writing import open_folder_writer, write_checkpoint_
 from checkpoint_file.nests import ShardedTensor
 from checkpoint_file.opening import open_checkpoint, open_local_checkpoint, verify_checkpoint
 from checkpoint_file.reading import CheckpointReader
-from checkpoint_file.skeleton import FORMAT_VERSION, TensorRef, is_own_format, require_own_format
+from checkpoint_file.skeleton import TensorRef, is_own_format, require_own_format
 from checkpoint_file.sources import READ_METHODS
 from checkpoint_file.verifying import verify_file
+from checkpoint_file.versions import FORMAT_VERSION
 from checkpoint_file.writing import CheckpointWriter, Supply, open_writer, write_checkpoint_file
 
 __all__ = [

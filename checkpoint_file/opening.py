@@ -20,8 +20,9 @@ from checkpoint_file.joined import verify_parts
 from checkpoint_file.kinds import open_source
 from checkpoint_file.nests import map_leaves
 from checkpoint_file.reading import CheckpointReader
-from checkpoint_file.skeleton import TensorRef, require_own_format
+from checkpoint_file.skeleton import TensorRef, is_own_format, require_containers, require_own_format
 from checkpoint_file.verifying import verify_file
+from checkpoint_file.versions import upgraded
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ def open_local_checkpoint(
         skeleton = source.skeleton(own_format)
         if own_format:
             require_own_format(skeleton, path)
+        if is_own_format(skeleton):
+            skeleton = upgraded(skeleton, path)
+            require_containers(skeleton, path)
     except NotACheckpointError as error:
         source.close()
         if not is_folder:

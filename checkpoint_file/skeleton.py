@@ -19,8 +19,6 @@ from checkpoint_file.limits import SPREAD_BYTES, RefusedBytes, check_nest, check
 from checkpoint_file.nests import type_name
 from checkpoint_file.stand_ins import RefusedName, as_plain, find_data
 
-FORMAT_VERSION = 1
-
 
 class TensorRef:
     """A tensor of the file, by its description: `dtype`, `shape`, `nbytes` (of the full tensor). The rest is opaque.
@@ -206,11 +204,7 @@ def require_own_format(skeleton: Any, path: str) -> None:
     if not isinstance(skeleton, dict):
         raise NotACheckpointError(path, f"holds a {type_name(skeleton)}, not the dict of a checkpoint")
     if is_own_format(skeleton):
-        if skeleton["format_version"] == FORMAT_VERSION:
-            require_containers(skeleton, path)
-            return
-        problem = f"has format version {shown(skeleton['format_version'])}; this fairtrain reads version {FORMAT_VERSION}"
-        raise NotACheckpointError(path, problem)
+        return  # `versions.upgraded` says whether this version can be read
     keys = ", ".join(key if isinstance(key, str) else shown(key) for key in list(skeleton)[:6]) + (", ..." if len(skeleton) > 6 else "")
     if skeleton and all(isinstance(value, TensorRef) for value in skeleton.values()):
         found = f"a bare state dict of {len(skeleton)} tensors ({keys})"

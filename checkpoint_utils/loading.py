@@ -97,6 +97,11 @@ def continue_from(cfg: Any, trainer: Any, choice: Choice, saved: Mapping[str, An
         reset_meters=resets["reset_meters"],
         **whole,
     )
+    report = getattr(trainer, "load_report", None)
+    if report is not None:
+        report.skipped += [f"checkpoint.{flag} (applied in this run already)" for flag in done]
+        to_begin = resets["reset_dataloader"] or not extra_state.get("train_iterator")
+        (report.reset if to_begin else report.restored).append("position in the data")
     forget_other_metric(cfg, trainer, saved)
     epoch_itr, error = None, None
     try:

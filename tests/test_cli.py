@@ -335,6 +335,23 @@ def test_without_anything_typed_a_resumed_config_is_the_saved_one(here):
     )
 
 
+def test_a_saved_config_of_another_version_goes_on_with_what_is_known_and_says_what_is_not(here):
+    """Settings that exist no more are left out, in sections and in what classes take; those that are new have defaults."""
+
+    def change(tree):
+        tree["optimization"]["use_old_clipping"] = True
+        tree["model"]["depth_of_old"] = 3
+        tree["task"]["gone"] = 1
+        del tree["optimization"]["global_batch_size"], tree["ema"]
+
+    run = saved_run(here, "model=wide", "task.classes=5", change=change)
+    made = cli.compose(cli.parse_flags(["--config-dir=own", f"resume={run}", "optimization.lr=0.5"]))
+    cfg = complete_config(made.cfg)
+    assert (cfg.task["classes"], cfg.model.width, cfg.optimization.global_batch_size) == (5, 64, 0)
+    told = " ".join(made.notices)
+    assert all(name in told for name in ("optimization.use_old_clipping", "model.depth_of_old=3", "task.gone=1")), told
+
+
 def test_paths_below_the_folder_follow_a_folder_that_was_moved(here):
     saved_run(here, "common.tensorboard_logdir=${run_dir}/tb")
     (here / "run").rename(here / "moved=a, b")

@@ -13,11 +13,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoint_file.limits import shown
-from trainer.config import NODES, SECTIONS, TEXTS, section_classes, with_defaults
+from trainer.config import NODES, SECTIONS, TEXTS, node_types, section_classes, with_defaults
 from trainer.errors import ConfigError
 from trainer.overrides import Override, apply_values
 from trainer.run_folder import saved_config
-from trainer.targets import saved_target_problem
+from trainer.targets import get_target, saved_target_problem, target_fields
 
 MISSING = "???"
 
@@ -42,6 +42,7 @@ def continued(
         _check_written_paths(saved, run_dir, source, typed)
     references = list(_blank_references(saved, replaced))
     _check_targets(saved, replaced, typed, _modules(chosen, replaced, values))
+    notices += _drop_unknown_of_nodes(saved, replaced, typed)
     cfg = with_defaults(saved)
     apply_values(cfg, values)
     _check_references(cfg, references)
@@ -65,6 +66,24 @@ def _drop_unknown(saved: dict) -> list[str]:
         if dropped
         else []
     )
+
+
+def _drop_unknown_of_nodes(saved: dict, replaced: set[str], typed: set[str]) -> list[str]:
+    """Leave out what the class of a saved node no longer takes, and say what. Targets have been found good."""
+    dropped = []
+    for name in NODES:
+        node = saved.get(name)
+        if name in replaced or not isinstance(node, dict) or not {name, f"{name}._target_"}.isdisjoint(typed):
+            continue
+        if not isinstance(node.get("_target_"), str) or node["_target_"] == MISSING:
+            continue
+        target = get_target(node, where=f"{name}._target_")
+        fields = target_fields(target)
+        if fields.open or (name == "task" and not hasattr(target, "Config")):
+            continue
+        unknown = [key for key in node if key != "_target_" and key not in node_types(name, fields)]
+        dropped += [f"{name}.{key}={node.pop(key)!r}" for key in unknown]
+    return [f"saved settings that their classes no longer take, left out: {', '.join(dropped)}"] if dropped else []
 
 
 def _follow(saved: dict, run_dir: str) -> None:

@@ -94,6 +94,7 @@ class LoadReport:
     reset: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     saved_cfg: dict = field(default_factory=dict)
 
     def add_module(self, plan: ModulePlan) -> None:

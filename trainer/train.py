@@ -29,9 +29,9 @@ from omegaconf import DictConfig, OmegaConf
 import checkpoint_utils
 import distributed_utils
 from checkpoint_utils.file_system import sync_names
-from trainer import optim, run_folder
+from trainer import optim, run_folder, start_report
 from trainer.background_saves import BackgroundSaves
-from trainer.config import config_differences, get_target, to_plain
+from trainer.config import get_target, to_plain
 from trainer.data import valid_subsets
 from trainer.errors import ConfigError, NonFiniteError, NothingSavedError
 from trainer.logs import RunLog, setup_logging
@@ -198,32 +198,16 @@ class Run:
         if report is None:
             logger.info("fresh run in %s", self.cfg.run_dir)
             return
-        typed = {override.split("=", 1)[0].lstrip("+~") for override in self.typed}
-        changed = [
-            {"key": key, "saved": saved, "now": now, "from": "typed" if key in typed else "config"}
-            for key, saved, now in config_differences(report.saved_cfg, to_plain(self.cfg))
-        ]
+        changed = start_report.changed_settings(report.saved_cfg, to_plain(self.cfg), self.typed)
         kind = "continue" if extra_state is not None else "finetune"
-        lines = [f"{kind} from {report.path} (update {report.num_updates}, epoch {self.itr.epoch})"]
-        for title, names in (
-            ("restored", report.restored),
-            ("reset", report.reset),
-            ("fresh", report.fresh),
-            ("dropped", report.dropped),
-        ):
-            if names:
-                lines.append(f"  {title}: {', '.join(names)}")
-        lines += [f"  {c['key']}: saved {c['saved']!r}, now {c['now']!r} ({c['from']})" for c in changed]
+        lines = start_report.lines_of(report, kind, self.itr.epoch, changed)
         lines += self._limits_of_equality(extra_state or {})
         logger.info("\n".join(lines))
         self.log.event(
             "resume",
             path=report.path,
             num_updates=self.trainer.get_num_updates(),
-            restored=report.restored,
-            reset=report.reset,
-            fresh=report.fresh,
-            dropped=report.dropped,
+            **start_report.fields_of(report),
             changed=changed,
         )
 

@@ -39,7 +39,6 @@ from trainer.zero import shard_optimizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
 # What a plain dictionary that leaves these sections out gets.
 DEFAULT_OPTIMIZER = {"_target_": "torch.optim.AdamW"}
 DEFAULT_LR_SCHEDULER = {"_target_": "trainer.lr_scheduler.Fixed"}
@@ -576,7 +575,7 @@ class Trainer:
         extra_state |= self._caller_extra_state
         save_optimizer = not self.cfg.checkpoint.no_save_optimizer_state
         return {
-            "format_version": FORMAT_VERSION,
+            "format_version": checkpoint_file.FORMAT_VERSION,
             "run_id": self.run_id,
             "cfg": to_plain(self.cfg),
             "model": trained,

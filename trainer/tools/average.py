@@ -23,7 +23,7 @@ from checkpoint_file.nests import map_leaves
 from trainer.errors import ConfigError
 from trainer.tools.copied import copied
 from trainer.tools.opened import Checkpoint, mapping, open_any
-from trainer.tools.printed import as_json, first, size
+from trainer.printed import as_json, first, size
 from trainer.tools.streamed import Computed, write_streamed
 
 HELP = "the mean of the parameters of several checkpoints, as a checkpoint"

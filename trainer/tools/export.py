@@ -20,7 +20,7 @@ from checkpoint_file import TensorRef
 from trainer.errors import ConfigError
 from trainer.tools.copied import copied
 from trainer.tools.opened import Checkpoint, mapping, open_any
-from trainer.tools.printed import as_json, first, size
+from trainer.printed import as_json, first, size
 from trainer.tools.safetensors import write_safetensors
 from trainer.tools.streamed import Computed, write_streamed
 

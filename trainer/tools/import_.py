@@ -16,7 +16,7 @@ from trainer.errors import ConfigError
 from trainer.tools.copied import copied
 from trainer.tools.inspect import resumable
 from trainer.tools.opened import OWN_KEYS, Checkpoint, mapping, open_any
-from trainer.tools.printed import as_json, size
+from trainer.printed import as_json, size
 from trainer.tools.streamed import write_streamed
 
 HELP = "another program's checkpoint as one of fairtrain; a folder of ours as one file"

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpoint_file import TensorRef
 from trainer.tools.opened import Checkpoint, leaves_by_name, mapping, open_any, tensors_of
-from trainer.tools.printed import as_json, plain, size, table
+from trainer.printed import as_json, plain, size, table
 from trainer.tools.statistics import statistics_of
 
 HELP = "what run a checkpoint is of, where it stood, what is in it"

@@ -11,7 +11,7 @@ from trainer import run_folder
 from trainer.compose import compose, parse_flags
 from trainer.config import ABSENT, complete_config, config_differences, to_plain, typed_keys
 from trainer.overrides import parse
-from trainer.tools.printed import as_json, table
+from trainer.printed import as_json, table
 
 HELP = "what resume=DIR with these overrides would run: saved, typed, result"
 

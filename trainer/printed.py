@@ -1,4 +1,4 @@
-"""What tools print: tables, numbers with their units, JSON. Must not know: checkpoints."""
+"""What people and programs are shown: tables, numbers with their units, JSON. Must not know: checkpoints, configs."""
 
 from __future__ import annotations
 
