@@ -46,13 +46,19 @@ logger = logging.getLogger(__name__)
 DONE, START_ME_AGAIN = 0, 75
 
 
-def main(cfg: DictConfig, typed: Sequence[str] = (), heartbeat: distributed_utils.Heartbeat | None = None) -> int:
+def main(
+    cfg: DictConfig,
+    typed: Sequence[str] = (),
+    heartbeat: distributed_utils.Heartbeat | None = None,
+    watch: Callable[[Run], None] | None = None,
+) -> int:
     """Run this rank to its end. Returns the exit status: 0 done, 75 stopped by a request with a checkpoint saved.
 
     Args:
         cfg: a complete config (trainer.config.complete_config).
         typed: the overrides of the command line, to tell them from defaults in the report of a resume.
         heartbeat: takes the beats of this rank, for who watches them.
+        watch: given the run when it is ready to train, for whoever wants to see what it computes.
     Raises: ConfigError, CheckpointError and StateError for bad input before the first update, StoppedAtStartError for a
         stop before it; whatever goes wrong later.
     """
@@ -65,6 +71,8 @@ def main(cfg: DictConfig, typed: Sequence[str] = (), heartbeat: distributed_util
                 run.discard()
                 raise
             try:
+                if watch is not None:
+                    watch(run)
                 return run.train()
             except BaseException as error:
                 run.saves.leave(error)
