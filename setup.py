@@ -34,6 +34,8 @@ setup(
             "fairtrain-sample=trainer.tasks.sample:main",
             "fairtrain-plot=trainer.plot:main",
             "fairtrain-checkpoint=trainer.tools.checkpoint:main",
+            "fairtrain-verify-resume=trainer.tools.verify_resume:main",
+            "fairtrain-eval=trainer.tools.eval:command",
         ]
     },
 )

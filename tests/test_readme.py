@@ -246,6 +246,11 @@ SHORT = {
         *"task.tokens_per_sample=32 task.valid_blocks=4 task.sample_bytes=0".split(),
     ],
 }
+TOOLS = {
+    "fairtrain-checkpoint": "trainer.tools.checkpoint",
+    "fairtrain-eval": "trainer.tools.eval",
+    "fairtrain-verify-resume": "trainer.tools.verify_resume",
+}
 PLACES = {  # what a reader puts in: the place in the working folder of this test
     "PATH": "text",
     "FOLDER": "images",
@@ -348,7 +353,7 @@ def test_every_command_is_one(page, folder, monkeypatch, capsys):
         elif name == "kill":
             assert hasattr(signal, f"SIG{words[0].removeprefix('-')}"), command
         else:
-            assert name in ("fairtrain-sample", "fairtrain-plot"), command
+            assert name in ("fairtrain-sample", "fairtrain-plot", *TOOLS), command
 
 
 def test_the_folder_of_a_point_is_named_as_the_page_says(folder, monkeypatch):
@@ -440,6 +445,26 @@ def test_pictures_and_curves_of_the_readme_are_drawn(folder):
             done = fairtrain(*words, *short, cwd=folder, module=modules[name])
             assert done.status == 0, f"{command}\n{done.output}"
             assert "-o" not in words or (folder / words[words.index("-o") + 1]).stat().st_size > 0
+
+
+def test_commands_of_the_tools_run_as_their_page_has_them(folder):
+    """One after another, as a reader would type them; a run of one's own is put where the page has one."""
+    saved = folder / "outputs" / "digits" / "checkpoints"
+    for name in ("whole", "killed"):
+        if not (folder / "outputs" / name).exists():
+            shutil.copytree(folder / "outputs" / "digits", folder / "outputs" / name)
+    for update in (10, 11):
+        shutil.copy(saved / "checkpoint_last.pt", saved / f"checkpoint_1_{update}.pt")
+    for command in commands(ROOT / "docs" / "tools.md"):
+        name, *words = typed(command)
+        short = [] if name == "fairtrain-checkpoint" else SHORT["digits"]
+        if name == "fairtrain-verify-resume":
+            words[words.index("-n") + 1] = words[words.index("-m") + 1] = "1"
+        done = fairtrain(*words, *short, cwd=folder, module=TOOLS[name], timeout=180)
+        assert done.status == 0, f"{command}\n{done.output}"
+        if "-o" in words:
+            assert (folder / words[words.index("-o") + 1]).exists()
+    assert not (saved / "checkpoint_1_10.pt").exists() and (saved / "checkpoint_1_11.pt").exists()
 
 
 def test_dit_continues_from_a_file_under_torchrun(folder):

@@ -141,3 +141,11 @@ def test_a_language_model_writes_text(tmp_path, capsys):
     assert main([*options, "-o", str(tmp_path / "x.txt")]) == 0
     assert (tmp_path / "x.txt").read_text(errors="replace").startswith("def ")
     assert main([*options, "-o", "x.png"]) == 2
+    capsys.readouterr()
+    assert main(options) == 0, "without -o to stdout"
+    assert capsys.readouterr().out.rstrip("\n") == (tmp_path / "x.txt").read_text(errors="replace").rstrip("\n")
+
+
+def test_images_need_a_place_to_go(saved, capsys):
+    assert main([saved]) == 2
+    assert "-o samples.png" in capsys.readouterr().err

@@ -33,7 +33,10 @@ def verify(capsys, name: str, *more: str, start=start) -> tuple[int, dict]:
 def test_a_sound_task_is_exact_and_nothing_is_left_behind(capsys):
     status, found = verify(capsys, "Sound", "ema.store_ema=true")
     assert status == 0 and found["exact"] and found["warnings"] == []
-    assert "14 tensors after each" not in found["compared"][0] and found["compared"][0] == "the samples and numbers of 6 updates"
+    assert (
+        "14 tensors after each" not in found["compared"][0]
+        and found["compared"][0] == "the samples and numbers of 6 updates"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,8 @@ def test_what_a_resume_loses_is_named(capsys, name, cause, stage, said):
 
 
 @pytest.mark.parametrize(
-    "name, cause", [("RacingKernel", "nondeterministic kernels"), ("ReadsClock", "wall-clock"), ("FreshEntropy", "entropy")]
+    "name, cause",
+    [("RacingKernel", "nondeterministic kernels"), ("ReadsClock", "wall-clock"), ("FreshEntropy", "entropy")],
 )
 def test_what_differs_without_a_resume_is_told_apart_by_trials(capsys, name, cause):
     status, found = verify(capsys, name)
@@ -91,6 +95,8 @@ def test_it_says_so_in_words_and_keeps_the_runs_where_told(capsys, tmp_path):
     words = ["task._target_=tests.broken_tasks.OwnGenerator", *TASK, "--keep", str(tmp_path)]
     assert verify_resume.main(words, start) == 1
     told = capsys.readouterr().out
-    assert "first difference: update 5" in told and "likely cause:     RNG not by position" in told and "way out:" in told
+    assert (
+        "first difference: update 5" in told and "likely cause:     RNG not by position" in told and "way out:" in told
+    )
     (kept,) = os.listdir(tmp_path)
     assert (tmp_path / kept / "whole_0" / "run" / "checkpoints" / "checkpoint_last.pt").exists()

@@ -17,7 +17,10 @@ from tests.resume.harness import config, read_log, run_to_status
 from trainer.start_report import changed_settings
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
-RELEASED = [*(f"format_{n}.pt" for n in range(1, FORMAT_VERSION + 1)), *(f"folder_{n}" for n in range(1, FOLDER_VERSION + 1))]
+RELEASED = [
+    *(f"format_{n}.pt" for n in range(1, FORMAT_VERSION + 1)),
+    *(f"folder_{n}" for n in range(1, FOLDER_VERSION + 1)),
+]
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -69,7 +72,11 @@ def test_settings_that_came_and_went_are_told_and_the_run_goes_on(tmp_path):
 
 
 def test_a_table_says_who_brought_each_value():
-    saved = {"optimization": {"lr": 1.0, "clip_norm": 0}, "lr_scheduler": {"_target_": "a", "warmup": 1}, "model": {"dim": 1}}
+    saved = {
+        "optimization": {"lr": 1.0, "clip_norm": 0},
+        "lr_scheduler": {"_target_": "a", "warmup": 1},
+        "model": {"dim": 1},
+    }
     now = {"optimization": {"lr": 2.0, "clip_norm": 0}, "lr_scheduler": {"_target_": "b"}, "model": {"dim": 2}}
     typed = ["optimization.lr=2.0", "lr_scheduler=b", "+model={dim: 2}"]
     found = {row["key"]: row["from"] for row in changed_settings(saved, now, typed)}

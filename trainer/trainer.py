@@ -53,6 +53,7 @@ class Trainer:
     Raises: ConfigError with all that is wrong in `cfg`.
     """
 
+    evaluates_only = False  # True where nothing is trained and there may be no training data (fairtrain-eval)
     sample_unit = "samples"  # what `sample_size` counts, as the progress on the screen calls it
 
     def __init__(self, cfg: Any, model: nn.Module | None = None, criterion: nn.Module | None = None) -> None:

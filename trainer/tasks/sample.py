@@ -1,4 +1,4 @@
-"""`fairtrain-sample FILE -o PNG|TXT`: draw from the model in a checkpoint.
+"""`fairtrain-sample FILE [-o PNG|TXT]`: draw from the model in a checkpoint. Text goes to stdout without -o.
 
 Owns: the command line, and the way from a checkpoint to its model. What is drawn is the tasks' business.
 The words of a file are data: which class is built is looked up in a table here, never imported by the file's name.
@@ -49,9 +49,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "-o",
         "--output",
-        required=True,
+        default=None,
         metavar="PNG|TXT",
-        help="what is written; images also go to .npy or .pt as numbers; '-' prints text",
+        help="what is written; images also go to .npy or .pt as numbers; without it (or with '-') text is printed",
     )
     command.add_argument("--seed", type=int, default=0, help="the same seed draws the same samples (default 0)")
     command.add_argument("--no-ema", action="store_true", help="the trained weights, not their average")
@@ -242,7 +242,7 @@ def _sample_text(arguments: argparse.Namespace, state: Mapping[str, Any], device
     from trainer.tasks.language_modeling.model import TransformerLM
     from trainer.tasks.language_modeling.task import sample_text
 
-    if arguments.output.lower().endswith((".png", ".npy", ".pt")):
+    if arguments.output is not None and arguments.output.lower().endswith((".png", ".npy", ".pt")):
         raise ConfigError(f"-o {arguments.output}: this is a language model, its samples are text")
     model, weights = build_model(TransformerLM, state, not arguments.no_ema)
     text = sample_text(
@@ -253,15 +253,17 @@ def _sample_text(arguments: argparse.Namespace, state: Mapping[str, Any], device
         arguments.top_k,
         arguments.seed,
     ).decode(errors="replace")
-    if arguments.output == "-":
+    if arguments.output in (None, "-"):
         return text
     with open(arguments.output, "w", encoding="utf-8") as file:
         file.write(text)
     return f"{arguments.output}: {arguments.length} bytes after the prompt ({weights})"
 
 
-def _check_suffix(path: str, allowed: tuple[str, ...]) -> None:
+def _check_suffix(path: str | None, allowed: tuple[str, ...]) -> None:
     """Said before anything is drawn."""
+    if path is None:
+        raise ConfigError("this model draws images: say where they go, such as -o samples.png")
     if not path.lower().endswith(allowed):
         raise ConfigError(f"-o {path}: this model draws images, which are written as {', '.join(allowed)}")
 

@@ -26,7 +26,10 @@ CAUSES = {  # name: (in words, way out)
         "kernels that add up in another order from run to run",
         "common.deterministic=true, with common.num_threads fixed on CPUs",
     ),
-    "wall-clock": ("the time of day", "take time out of what is computed: use get_num_updates() or the index in its place"),
+    "wall-clock": (
+        "the time of day",
+        "take time out of what is computed: use get_num_updates() or the index in its place",
+    ),
     "entropy": (
         "a generator that nobody seeds, such as numpy.random.default_rng() or random.SystemRandom()",
         "draw from torch's, numpy's or random's global generators, which are seeded by the position before each micro-batch "
@@ -113,13 +116,23 @@ def explain(outcome: Outcome, trials: Any) -> Finding:
 def _without_difference(outcome: Outcome, trials: Any, kept: list[tuple[str, str, str]]) -> Finding:
     updates = outcome.whole.updates[0]
     tensors = len(next(iter(updates.values()))["state"]) - 2  # without task state and learning rate
-    compared = [f"the samples and numbers of {len(updates)} updates", f"{tensors} tensors after each", "the last checkpoint"]
+    compared = [
+        f"the samples and numbers of {len(updates)} updates",
+        f"{tensors} tensors after each",
+        "the last checkpoint",
+    ]
     saved = trials.saved_differences(outcome.whole, outcome.continued)
     if saved:
         name = saved[0]
         after = Difference(max(updates), 0, "state", f"{name} of the last checkpoint", "saved", "saved otherwise")
-        return Finding(after, _cause_of_kept(kept) or "unknown", [f"{len(saved)} entries differ: {', '.join(saved[:5])}", *_shown(kept)])
-    warnings = [f"kept beside the checkpoint, and without effect on the numbers so far: {line}" for line in _shown(kept)]
+        return Finding(
+            after,
+            _cause_of_kept(kept) or "unknown",
+            [f"{len(saved)} entries differ: {', '.join(saved[:5])}", *_shown(kept)],
+        )
+    warnings = [
+        f"kept beside the checkpoint, and without effect on the numbers so far: {line}" for line in _shown(kept)
+    ]
     return Finding(None, None, [], warnings, compared)
 
 

@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(as_json(rows) if arguments.json else "\n".join(lines_of(rows)), flush=True)
         return 0
 
-    command = [sys.executable, "-m", "trainer.tools.eval"]
-    return launch.run(run, cfg.distributed_training, argv, cpu=cfg.common.cpu, command=command)
+    ranks = [sys.executable, "-m", "trainer.tools.eval"]
+    return launch.run(run, cfg.distributed_training, argv, cpu=cfg.common.cpu, command=ranks)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,12 +57,19 @@ def parser() -> argparse.ArgumentParser:
         prog="fairtrain-eval",
         description="Metrics of checkpoints on the validation subsets, without the training data or an optimizer.",
     )
-    command.add_argument("words", nargs="+", metavar="FILE|OVERRIDE", help="checkpoints, and what fairtrain takes: task=…")
     command.add_argument(
-        "--ema", action=argparse.BooleanOptionalAction, default=None, help="averaged weights, or trained ones (default: ema.ema_validate)"
+        "words", nargs="+", metavar="FILE|OVERRIDE", help="checkpoints, and what fairtrain takes: task=…"
+    )
+    command.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="averaged weights, or trained ones (default: ema.ema_validate)",
     )
     command.add_argument("--config-dir", metavar="DIR", help="as of fairtrain: a folder with options of your own")
-    command.add_argument("--json", action="store_true", help="for programs: a list with an object for each file and subset")
+    command.add_argument(
+        "--json", action="store_true", help="for programs: a list with an object for each file and subset"
+    )
     return command
 
 
@@ -134,7 +141,9 @@ def evaluator_class(task: type[Trainer]) -> type[Trainer]:
 
         def dataset(self, split: str) -> Any:
             if split == self.cfg.dataset.train_subset and split not in valid_subsets(self.cfg.dataset):
-                raise ConfigError(f"{task.__name__} asks for its training data (dataset.train_subset={split}) to be evaluated")
+                raise ConfigError(
+                    f"{task.__name__} asks for its training data (dataset.train_subset={split}) to be evaluated"
+                )
             return super().dataset(split)
 
     return Evaluator
@@ -164,5 +173,10 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     return table(cells, header, indent="")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console script: leaves with the status whatever threads are still there."""
     launch.leave(main())
+
+
+if __name__ == "__main__":
+    command()

@@ -58,5 +58,5 @@ def own_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     empty = {"optimizer_history": [], "last_optimizer_state": None}
     taken = {key: state.get(key) or empty.get(key, {}) for key in OWN_KEYS}
     head = {"format_version": FORMAT_VERSION, "run_id": state.get("run_id") or uuid.uuid4().hex}
-    left = [str(key) for key in state if key not in (*OWN_KEYS, *head)]
+    left = [*checkpoint.left, *(str(key) for key in state if key not in (*OWN_KEYS, *head))]
     return {**head, **copied(checkpoint, taken)}, left

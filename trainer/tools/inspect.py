@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpoint_file import TensorRef
 from trainer.tools.opened import Checkpoint, leaves_by_name, mapping, open_any, tensors_of
-from trainer.printed import as_json, plain, size, table
+from trainer.printed import as_json, first, plain, size, table
 from trainer.tools.statistics import statistics_of
 
 HELP = "what run a checkpoint is of, where it stood, what is in it"
@@ -48,7 +48,7 @@ def report_on(
     report = {
         "path": checkpoint.path,
         "program": checkpoint.program,
-        "format_version": state.get("format_version"),
+        "format_version": state.get("format_version") if checkpoint.program == "fairtrain" else None,
         "bytes": bytes_on_disk(checkpoint.path),
         **standing(checkpoint),
         "model": _summary(mapping(state.get("model")), set(checkpoint.parameter_names())),
@@ -56,6 +56,7 @@ def report_on(
         "parts": {part: _sum_of(value) for part, value in parts_of(state).items()},
         "resumable": resumable(checkpoint),
         "notes": checkpoint.notes,
+        "left": checkpoint.left,
     }
     if tensors or stats:
         report["tensors"] = [
@@ -113,7 +114,7 @@ def resumable(checkpoint: Checkpoint) -> list[str]:
         "criterion": bool(state.get("criterion")),
         "optimizer moments": bool(optimizer.get("state")),
         "ema": bool(extra.get("ema")),
-        "number of updates": checkpoint.num_updates is not None,
+        "number of updates": bool(checkpoint.num_updates),
         "lr scheduler": bool(checkpoint.last_entry.get("lr_scheduler_state")),
         "position in the data": bool(extra.get("train_iterator")),
         "meters": bool(extra.get("metrics")),
@@ -182,6 +183,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         ),
         f"  {'resumable':<12} {', '.join(report['resumable']) or 'nothing'}",
         *(f"  {'note':<12} {note}" for note in report["notes"]),
+        *([f"  {'not taken':<12} {first(report['left'])}"] if report["left"] else []),
         "",
         *table(
             [

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import checkpoint_file
 from checkpoint_file import ElementReader, TensorRef
+from trainer.foreign import read_foreign
 
 OWN_KEYS = ("cfg", "model", "criterion", "optimizer_history", "last_optimizer_state", "task_state", "extra_state")
 
@@ -23,7 +24,7 @@ OWN_KEYS = ("cfg", "model", "criterion", "optimizer_history", "last_optimizer_st
 class Checkpoint:
     """An open checkpoint. `state` has the keys of our files, as far as there is something for them.
 
-    program: who wrote it. notes: what could not be taken over from another program's file.
+    program: who wrote it. Of another program's file, notes: what was taken for what; left: what was not taken over.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Checkpoint:
     state: dict[str, Any]
     reader: Any
     notes: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._elements = ElementReader(self.reader)
@@ -72,14 +74,11 @@ def open_any(path: str | os.PathLike) -> Checkpoint:
     """Open a file or folder, of ours or of another program. Raises: CheckpointError."""
     path = os.path.expanduser(os.fspath(path))
     reader = checkpoint_file.open_local_checkpoint(path, own_format=False)
-    skeleton = reader.skeleton
-    if isinstance(skeleton, dict) and "format_version" in skeleton and isinstance(skeleton.get("model"), dict):
-        return Checkpoint(path, "fairtrain", skeleton, reader)
-    if isinstance(skeleton, dict) and isinstance(skeleton.get("model"), dict):
-        return Checkpoint(path, "another program", skeleton, reader)
-    if isinstance(skeleton, dict) and any(isinstance(value, TensorRef) for value in skeleton.values()):
-        return Checkpoint(path, "state dict", {"model": skeleton}, reader)
-    return Checkpoint(path, "another program", skeleton if isinstance(skeleton, dict) else {"(top)": skeleton}, reader)
+    if checkpoint_file.is_own_format(reader.skeleton):
+        return Checkpoint(path, "fairtrain", reader.skeleton, reader)
+    reader.close()
+    foreign = read_foreign(path)
+    return Checkpoint(path, foreign.kind, foreign.state, foreign.reader, foreign.notes, foreign.left)
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

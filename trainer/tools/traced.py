@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         launch.set_num_threads(cfg.common.num_threads)
-        return train.main(cfg, composed.typed, lambda started: Recorder(started, trace, int(stop_at)).attach())
+        return train.main(cfg, composed.typed, watch=lambda started: Recorder(started, trace, int(stop_at)).attach())
 
     command = [sys.executable, "-m", "trainer.tools.traced"]
     return launch.run(run, cfg.distributed_training, argv, cpu=cfg.common.cpu, command=command)
@@ -171,12 +171,16 @@ def kept_by(trainer: Any) -> dict[str, str]:
 
 def attributes_set_by(cls: type) -> set[str]:
     functions = [value for value in vars(cls).values() if isinstance(value, FunctionType)]
-    return {one.argval for function in functions for one in dis.get_instructions(function) if one.opname == "STORE_ATTR"}
+    return {
+        one.argval for function in functions for one in dis.get_instructions(function) if one.opname == "STORE_ATTR"
+    }
 
 
 def _own_attributes(module: nn.Module) -> Iterable[tuple[str, Any]]:
     of_torch = vars(nn.Module())
-    return [(key, value) for key, value in vars(module).items() if key not in of_torch and not isinstance(value, nn.Module)]
+    return [
+        (key, value) for key, value in vars(module).items() if key not in of_torch and not isinstance(value, nn.Module)
+    ]
 
 
 def _described(value: Any, where: str, depth: int = 0) -> Iterator[tuple[str, str]]:

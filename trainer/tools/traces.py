@@ -116,7 +116,11 @@ def kept_differences(one: Trace, other: Trace, update: int) -> list[tuple[str, s
     found = []
     for rank in sorted(one.before):
         a, b = (trace.before.get(rank, {}).get(update, {}).get("kept", {}) for trace in (one, other))
-        found += [(name, a.get(name, "absent"), b.get(name, "absent")) for name in {**a, **b} if a.get(name) != b.get(name) and name not in noise]
+        found += [
+            (name, a.get(name, "absent"), b.get(name, "absent"))
+            for name in {**a, **b}
+            if a.get(name) != b.get(name) and name not in noise
+        ]
     return list(dict.fromkeys(found))
 
 

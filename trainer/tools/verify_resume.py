@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("-n", "--before", type=int, default=4, metavar="N", help="updates before the stop (default 4)")
     command.add_argument("-m", "--after", type=int, default=4, metavar="M", help="updates after it (default 4)")
     command.add_argument("--config-dir", metavar="DIR", help="as of fairtrain: a folder with options of your own")
-    command.add_argument("--keep", metavar="DIR", help="keep the folders of the runs in DIR (default: they are removed)")
+    command.add_argument(
+        "--keep", metavar="DIR", help="keep the folders of the runs in DIR (default: they are removed)"
+    )
     command.add_argument("--json", action="store_true", help="for programs: one JSON object")
     return command
 

@@ -93,7 +93,10 @@ def list_split(data: str, split: str, valid_fraction: float, seed: int) -> Listi
     if not os.path.isdir(data):
         raise ConfigError(f"task.data={data} is no folder.")
     train_root, valid_root = os.path.join(data, "train"), os.path.join(data, "val")
-    train = list_files(train_root if os.path.isdir(train_root) else data)
+    train_root = train_root if os.path.isdir(train_root) else data
+    if split != "train" and os.path.isdir(valid_root) and not _folders(train_root):
+        return list_files(valid_root)  # evaluated without the training data: the classes are those that are there
+    train = list_files(train_root)
     if os.path.isdir(valid_root):
         return train if split == "train" else list_files(valid_root, train.classes)
     held_out = _held_out(train.labels, valid_fraction, seed)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer import Trainer
+from trainer.data import valid_subsets
 from trainer.errors import ConfigError
 from trainer.meta_build import init_weights_of
 from trainer.randomness import derive_seed, seed_all
@@ -101,7 +102,8 @@ class ClassConditionalImages(DiffusionTask):
         problems = config_problems(task, self.cfg.criterion)
         if problems:
             raise ConfigError("; ".join(problems))
-        fit_model_to_data(self.cfg.model, task.image_size, self._listing(self.cfg.dataset.train_subset))
+        split = valid_subsets(self.cfg.dataset)[0] if self.evaluates_only else self.cfg.dataset.train_subset
+        fit_model_to_data(self.cfg.model, task.image_size, self._listing(split), self.evaluates_only)
         return super().build_model()
 
     def build_dataset(self, split: str) -> Any:
@@ -170,11 +172,13 @@ def sampling_problems(sample_steps: int, criterion: Any) -> list[str]:
     return [f"task.sample_steps is {sample_steps}, it must be 1 to criterion.diffusion_steps={steps}"]
 
 
-def fit_model_to_data(model: Any, image_size: int | None, listing: Listing) -> None:
+def fit_model_to_data(model: Any, image_size: int | None, listing: Listing | None, has_some_classes: bool = False) -> None:
     """Fill in what is null of model.input_size, in_channels and num_classes, or say what does not agree.
 
     `model`: the config's section, changed in place, so that a checkpoint holds what was really built.
     """
+    if listing is None:
+        raise ConfigError("task.data has nothing to evaluate on: a folder DATA/val, or task.valid_fraction above 0")
     if listing.are_latents:
         shape = read_latent(os.path.join(listing.root, listing.names[0])).shape
         found = {"in_channels": shape[-3], "input_size": shape[-1]}
@@ -187,7 +191,8 @@ def fit_model_to_data(model: Any, image_size: int | None, listing: Listing) -> N
     else:
         found = _sizes_for_images(model, image_size)
         what = f"images, cropped to {found['input_size']} x {found['input_size']} pixels"
-    found["num_classes"] = len(listing.classes)
+    if not has_some_classes or model.get("num_classes") is None:  # what is evaluated on need not have all of them
+        found["num_classes"] = len(listing.classes)
     reasons = {"num_classes": f"{len(listing.classes)} class folders in {listing.root}"}
     problems = []
     for name, value in found.items():
