@@ -21,9 +21,9 @@ import checkpoint_utils
 from checkpoint_file import TensorRef
 from checkpoint_file.nests import map_leaves
 from trainer.errors import ConfigError
+from trainer.printed import as_json, first, size
 from trainer.tools.copied import copied
 from trainer.tools.opened import Checkpoint, mapping, open_any
-from trainer.printed import as_json, first, size
 from trainer.tools.streamed import Computed, write_streamed
 
 HELP = "the mean of the parameters of several checkpoints, as a checkpoint"

@@ -15,8 +15,8 @@ from typing import Any
 from checkpoint_file import TensorRef
 from trainer.config import config_differences
 from trainer.errors import ConfigError
-from trainer.tools.opened import Checkpoint, leaves_by_name, mapping, open_any
 from trainer.printed import as_json, table
+from trainer.tools.opened import Checkpoint, leaves_by_name, mapping, open_any
 from trainer.tools.statistics import Distance
 
 HELP = "what was added, removed, reshaped, changed between two checkpoints, and by how much"

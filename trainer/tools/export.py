@@ -18,9 +18,9 @@ import torch
 
 from checkpoint_file import TensorRef
 from trainer.errors import ConfigError
+from trainer.printed import as_json, first, size
 from trainer.tools.copied import copied
 from trainer.tools.opened import Checkpoint, mapping, open_any
-from trainer.printed import as_json, first, size
 from trainer.tools.safetensors import write_safetensors
 from trainer.tools.streamed import Computed, write_streamed
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from checkpoint_file import FORMAT_VERSION
 from trainer.errors import ConfigError
+from trainer.printed import as_json, size
 from trainer.tools.copied import copied
 from trainer.tools.inspect import resumable
 from trainer.tools.opened import OWN_KEYS, Checkpoint, mapping, open_any
-from trainer.printed import as_json, size
 from trainer.tools.streamed import write_streamed
 
 HELP = "another program's checkpoint as one of fairtrain; a folder of ours as one file"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpoint_file import TensorRef
-from trainer.tools.opened import Checkpoint, leaves_by_name, mapping, open_any, tensors_of
 from trainer.printed import as_json, first, plain, size, table
+from trainer.tools.opened import Checkpoint, leaves_by_name, mapping, open_any, tensors_of
 from trainer.tools.statistics import statistics_of
 
 HELP = "what run a checkpoint is of, where it stood, what is in it"

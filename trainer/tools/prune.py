@@ -13,10 +13,10 @@ from typing import Any
 import checkpoint_utils
 from trainer import run_folder
 from trainer.errors import ConfigError
+from trainer.printed import as_json, size, table
 from trainer.tools.average import save_dir_of
 from trainer.tools.inspect import bytes_on_disk
 from trainer.tools.opened import mapping, open_any
-from trainer.printed import as_json, size, table
 
 HELP = "apply a retention rule to a folder: says what it would delete, and with --apply deletes it"
 KEEP = ("keep_interval_updates", "keep_last_epochs", "keep_best_checkpoints")

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import checkpoint_file
 from checkpoint_file import CheckpointError, CheckpointNotFoundError, NotACheckpointError, TensorRef
 from trainer.errors import ConfigError
+from trainer.printed import as_json, first, size
 from trainer.tools.inspect import bytes_on_disk
 from trainer.tools.opened import OWN_KEYS, Checkpoint, mapping, open_any, tensors_of
-from trainer.printed import as_json, first, size
 from trainer.tools.statistics import statistics_of
 
 HELP = "every checksum, the structure, finite values; of a whole run at once"
