@@ -12,7 +12,7 @@ OVERRIDES ?=
 
 $(VENV)/.installed: setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[digits,tensorboard,test]'
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[digits,tensorboard,s3,test]'
 	touch $@
 
 train: $(VENV)/.installed

@@ -15,6 +15,8 @@ from checkpoint_utils.config import RESET_FLAGS, SAVED_SETTINGS, TWO_WISHES, exp
 from checkpoint_utils.errors import CheckpointWishError, NoUsableCheckpointError
 from checkpoint_utils.facts import FileFacts, doubts_of_last, gather_facts, last_paths, read_facts
 from checkpoint_utils.names import CheckpointName
+from checkpoint_utils.object_store import fetch
+from checkpoint_utils.urls import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,8 @@ def decide_what_to_load(cfg: Any, known: Mapping[str, str]) -> tuple[Choice, dic
     if choice.asked_for:
         if choice.source != "finetune_from_model":
             choice = dataclasses.replace(choice, path=wish)
+        if is_url(choice.path):
+            choice = dataclasses.replace(choice, path=fetch(choice.path, save_dir))
         facts = facts_of_wish(choice)
     else:
         facts = next((facts for facts in (last, *others) if facts and facts.path == choice.path), None)

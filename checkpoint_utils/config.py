@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import checkpoint_file
+from checkpoint_utils.urls import is_url, url_problem
 
 DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 RESET_FLAGS = ("reset_optimizer", "reset_lr_scheduler", "reset_dataloader", "reset_meters")
@@ -18,11 +19,11 @@ PART_SETTINGS = ("load_include", "load_exclude", "load_rename", "load_shape_mism
 class CheckpointConfig:
     """Section `checkpoint`."""
 
-    save_dir: str = field(default="${run_dir}/checkpoints", metadata={"help": "folder of the run's checkpoints"})
+    save_dir: str = field(default="${run_dir}/checkpoints", metadata={"help": "folder of the run's checkpoints, or s3://bucket/prefix, to which they are uploaded"})
     restore_file: str = field(
         default=DEFAULT_RESTORE_FILE,
         metadata={
-            "help": "checkpoint to start from; the default is the run's own newest, or a fresh start without one"
+            "help": "checkpoint to start from, a path or s3://…; the default is the run's own newest, or a fresh start without one"
         },
     )
     finetune_from_model: str | None = field(
@@ -139,6 +140,9 @@ class CheckpointConfig:
             found.append("checkpoint.best_checkpoint_metric is empty: name a metric, such as loss")
         if not self.save_dir:
             found.append("checkpoint.save_dir is empty: name a folder, or write nothing with checkpoint.no_save=true")
+        for name in ("save_dir", "restore_file", "finetune_from_model"):
+            if is_url(getattr(self, name)) and (problem := url_problem(getattr(self, name))):
+                found.append(f"checkpoint.{name}: {problem}")
         if restore_wish(self) and self.finetune_from_model:
             found.append(TWO_WISHES)
         if self.load_expected_count < 0:

@@ -445,6 +445,8 @@ def _refuse_other_kind(name: str, target: type) -> None:
 
 def cross_problems(sections: Mapping[str, Any], cfg: DictConfig) -> list[str]:
     """Sentences on settings that are fine alone and impossible together."""
+    from checkpoint_utils.urls import is_url
+
     optimization, dataset, checkpoint = sections["optimization"], sections["dataset"], sections["checkpoint"]
     common, problems = sections["common"], []
     if not (optimization.max_update or optimization.max_epoch or optimization.stop_time_hours):
@@ -455,6 +457,10 @@ def cross_problems(sections: Mapping[str, Any], cfg: DictConfig) -> list[str]:
     if sections["distributed_training"].gather_in_half_precision and not (common.fp16 or common.bf16):
         problems.append(
             "distributed_training.gather_in_half_precision=true needs a half precision: add common.bf16=true"
+        )
+    if is_url(checkpoint.save_dir) and sections["distributed_training"].use_sharded_state:
+        problems.append(
+            f"checkpoint.save_dir={checkpoint.save_dir} holds files: leave out distributed_training.use_sharded_state=true"
         )
     return problems + _batch_size_problems(optimization, dataset) + _problems_without_validation(dataset, checkpoint, cfg)
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -37,6 +37,7 @@ from trainer.errors import ConfigError, NonFiniteError, NothingSavedError
 from trainer.logs import RunLog, setup_logging
 from trainer.preemption import StopRequest
 from trainer.progress import Progress
+from trainer.remote_saves import RemoteSaves, together
 from trainer.rollback import roll_back
 from trainer.time_limit import TimeLimit, seconds_until_the_job_ends
 from trainer.trainer import Trainer
@@ -123,6 +124,7 @@ class Run:
         # Read after each update: a field of an OmegaConf node costs as much as a line of the log.
         self.dataset_cfg, self.checkpoint_cfg = _plain(cfg.dataset), _plain(cfg.checkpoint)
         self.optimization_cfg = _plain(cfg.optimization)
+        self.remote = RemoteSaves(cfg)
         self._log_interval = cfg.common.log_interval
 
     # ---- prepare: all that can be refused is refused here ----
@@ -136,16 +138,17 @@ class Run:
         self.trainer.get_train_iterator(1)
         for subset in self.subsets:
             self.trainer.dataset(subset)
-        self.folder = _together(lambda: run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed))
-        _together(self._make_save_dir)
-        _together(self._leave_if_told)
+        self.folder = together(lambda: run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed))
+        together(self._make_save_dir)
+        together(self._leave_if_told)
         self.time_limit = self._end_of_job()
         self.heartbeat.enter("loading")
-        extra_state, self.itr = checkpoint_utils.load_checkpoint(cfg.checkpoint, self.trainer)
+        self.remote.begin()
+        extra_state, self.itr = checkpoint_utils.load_checkpoint(self.remote.section, self.trainer)
         self.heartbeat.enter("start-up", self.trainer.get_num_updates())
         self._check_metric()
         logs.open_file()
-        _together(self.folder.write_config)
+        together(self.folder.write_config)
         self.log = self.trainer.log = RunLog(cfg.run_dir, cfg.common, self.is_master, run_id=self.trainer.run_id)
         num_updates = self.trainer.get_num_updates()
         self.log.cut_after(num_updates)
@@ -166,7 +169,7 @@ class Run:
         """Find out now that checkpoints can be written, not at the first save."""
         if self.checkpoint_cfg.no_save or not self.is_master:
             return
-        save_dir = Path(self.checkpoint_cfg.save_dir).expanduser()
+        save_dir = Path(self.remote.section.save_dir).expanduser()
         self._made = [folder for folder in (save_dir, *save_dir.parents) if not folder.exists()]
         if not save_dir.resolve().is_relative_to(self.folder.path.resolve()):  # another run may have been told the same
             self.save_folder = run_folder.RunFolder(save_dir, self.cfg)
@@ -256,7 +259,7 @@ class Run:
         reason = self._end_reason() or self._time_reason()
         if reason is not None and not self._work_is_owed(reason):
             return self._already_finished(reason)
-        _together(self._leave_if_told)
+        together(self._leave_if_told)
         self._set_time_limit()
         while True:
             try:
@@ -272,7 +275,7 @@ class Run:
         if not trainer.nonfinite.goes_back:
             raise error
         self.saves.flush()
-        path = roll_back(self.cfg.checkpoint, trainer, self.itr, error)
+        path = roll_back(self.remote.section, trainer, self.itr, error)
         num_updates, count = trainer.get_num_updates(), trainer.nonfinite.count
         self.log.cut_after(num_updates)
         self.log.event("rollback", num_updates=num_updates, count=count, path=path, what=error.what, bad_update=error.num_updates)
@@ -417,13 +420,15 @@ class Run:
         self.log.flush()
         self.requests.clear_save()
         self._save_begun = time.monotonic()
-        cfg, trainer, itr = self.cfg.checkpoint, self.trainer, self.itr
+        self.remote.check()
+        cfg, trainer, itr = self.remote.section, self.trainer, self.itr
         if self.checkpoint_cfg.write_checkpoints_asynchronously and not ending:
             return self.saves.begin(cfg, trainer, itr, val_loss)
         return self.saves.save(cfg, trainer, itr, val_loss, last=ending, stopping=stopping)
 
     def _log_save(self, saved: checkpoint_utils.SavedCheckpoint) -> None:
-        self.time_limit.took("save", time.monotonic() - self._save_begun)
+        self.time_limit.took("save", time.monotonic() - self._save_begun + self.remote.seconds)
+        self.remote.push()
         self.log.event("checkpoint", path=saved.paths[0], **dataclasses.asdict(saved))
 
     # ---- stop ----
@@ -444,6 +449,7 @@ class Run:
             logger.error("%s The next start goes on from the newest checkpoint, as a rollback would", error)
             self.progress.close()
             return START_ME_AGAIN
+        self.remote.finish()
         self.progress.close()  # nothing comes behind the last words
         logger.info(
             "stopped by %s at update %d, checkpoint saved: start the same command to go on", self.requests.reason, num_updates
@@ -479,6 +485,7 @@ class Run:
         num_updates = self.trainer.get_num_updates()
         if not distributed_utils.broadcast_object(self.log.is_done(num_updates)):  # killed during its last words
             return self._finish(reason)
+        self.remote.finish()
         self.progress.close()
         logger.info(
             "this run is finished: %s is reached (update %d, %s). To go on, type a higher limit, for example: %s",
@@ -492,6 +499,7 @@ class Run:
     def _finish(self, reason: str) -> int:
         self.heartbeat.enter("saving")
         self.saves.flush()
+        self.remote.finish()
         self.progress.close()
         logger.info("done: %s reached at update %d", reason, self.trainer.get_num_updates())
         self.heartbeat.enter("task")
@@ -525,20 +533,9 @@ class Run:
             self.folder.discard()
 
     def close(self) -> None:
-        for part in (self.progress, self.log, self.save_folder, self.folder):
+        for part in (self.progress, self.log, self.remote, self.save_folder, self.folder):
             if part is not None:
                 part.close()
-
-
-def _together(do: Callable[[], Any]) -> Any:
-    """What `do` gives; what it raises on one rank is raised on all."""
-    result, error = None, None
-    try:
-        result = do()
-    except Exception as problem:  # the other ranks wait for the agreement
-        error = problem
-    distributed_utils.agree(error)
-    return result
 
 
 def _plain(section: DictConfig) -> SimpleNamespace:
