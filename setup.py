@@ -26,7 +26,16 @@ setup(
         "images": ["pillow>=10"],
         "tensorboard": ["tensorboard>=2.14"],
         "wandb": ["wandb>=0.16"],
-        "test": ["pytest>=8", "hypothesis>=6", "psutil>=5", "safetensors>=0.4"],  # the last one reads what we export
+        "s3": ["boto3>=1.36", "iopath>=0.1.10"],  # checkpoints in an object store
+        "test": [
+            "pytest>=8",
+            "hypothesis>=6",
+            "psutil>=5",
+            "safetensors>=0.4",  # reads what we export
+            "moto[s3]>=5",  # with the two below, an S3 server
+            "flask>=3",
+            "flask-cors>=4",
+        ],
     },
     entry_points={
         "console_scripts": [

@@ -118,7 +118,9 @@ class Proxy:
                     return
                 if doing == "500":
                     body = b"<Error><Code>InternalError</Code><Message>not today</Message></Error>"
-                    client.sendall(b"HTTP/1.1 500 No\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                    client.sendall(
+                        b"HTTP/1.1 500 No\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+                    )
                     return
                 if doing == "stall":
                     time.sleep(1.0)

@@ -157,7 +157,7 @@ def test_a_launch_without_a_name_is_nobodys_job():
     assert jobs_of({"TORCHELASTIC_RUN_ID": "none"}) == jobs_of({}) == ()
 
 
-@pytest.mark.parametrize("there_was_one", [False, True])
+@pytest.mark.parametrize("there_was_one", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_of_many_that_start_at_once_one_takes_the_folder(process, there_was_one):
     if there_was_one:
         first = process("a")
@@ -252,6 +252,7 @@ COMMAND = [
 ]
 
 
+@pytest.mark.slow
 def test_two_runs_with_folders_of_their_own_do_not_share_one_of_checkpoints(tmp_path):
     (tmp_path / "shared").mkdir()
     mine = Lease(tmp_path / "shared")

@@ -148,7 +148,9 @@ def test_a_folder_that_the_store_never_saw_is_kept_aside(server, proxy, url, tmp
 LARGE = 1_400_000  # numbers: two parts of an upload, and two ranges of a download
 
 
-@pytest.mark.parametrize("how", ["drop", "500", "cut", "stall"])
+@pytest.mark.parametrize(
+    "how", ["drop", "cut", pytest.param("500", marks=pytest.mark.slow), pytest.param("stall", marks=pytest.mark.slow)]
+)
 def test_broken_connections_are_waited_out(server, proxy, url, tmp_path, how, caplog):
     """A third of all requests goes wrong, uploads of parts among them."""
     choose = random.Random(1)
@@ -159,7 +161,9 @@ def test_broken_connections_are_waited_out(server, proxy, url, tmp_path, how, ca
         here.push(CFG)
         here.flush(CFG)
     mirror(url, tmp_path / "there")
-    assert (tmp_path / "there" / "checkpoint_last.pt").read_bytes() == (tmp_path / "here" / "checkpoint_last.pt").read_bytes()
+    assert (tmp_path / "there" / "checkpoint_last.pt").read_bytes() == (
+        tmp_path / "here" / "checkpoint_last.pt"
+    ).read_bytes()
     proxy.misbehave = lambda line: None
     assert len(keys(server, url)) <= 3  # what a removal that failed left goes with the next start
     assert SECRET not in caplog.text
@@ -306,5 +310,3 @@ def test_a_server_that_is_gone_is_an_error_within_the_retries(proxy, url, tmp_pa
     proxy.close()
     with pytest.raises(ObjectStoreError, match="reading it failed"):
         mirror(url, tmp_path)
-
-

@@ -45,7 +45,9 @@ class Manifest:
 
     def newest_first(self) -> list[str]:
         """Names, one for each object: checkpoint_last.pt, then by updates."""
-        order = sorted(self.entries, key=lambda name: (name == str(CheckpointName("last")), self.entries[name].num_updates))
+        order = sorted(
+            self.entries, key=lambda name: (name == str(CheckpointName("last")), self.entries[name].num_updates)
+        )
         seen: dict[str, str] = {}
         for name in reversed(order):
             seen.setdefault(self.entries[name].key, name)

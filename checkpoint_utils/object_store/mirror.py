@@ -109,7 +109,9 @@ class Mirror:
         try:
             crc = self._store.download(url, temporary)
             if (os.path.getsize(temporary), crc) != (entry.bytes, entry.crc32):
-                return f"{url} is not what was uploaded ({os.path.getsize(temporary)} of {entry.bytes} bytes, or changed)"
+                return (
+                    f"{url} is not what was uploaded ({os.path.getsize(temporary)} of {entry.bytes} bytes, or changed)"
+                )
             os.replace(temporary, path)
         except FileNotFoundError as error:
             return f"{url}: {error}"

@@ -59,7 +59,14 @@ def make_client() -> Any:
         retries={"mode": "standard", "total_max_attempts": 4},  # of one part; retrying.py is for the whole
         max_pool_connections=8,
     )
-    return boto3.client("s3", config=config, region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"), **keys)
+    client = boto3.client("s3", config=config, region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"), **keys)
+    client.meta.events.register_last("before-call.s3", _ask_nothing_before)
+    return client
+
+
+def _ask_nothing_before(params: dict, **_: Any) -> None:
+    """No `Expect: 100-continue`: where a connection breaks off within that answer botocore reads on for ever."""
+    params["headers"].pop("Expect", None)
 
 
 def passes_by_itself(error: Exception) -> bool:
@@ -82,7 +89,11 @@ def words_of(error: Exception) -> str:
 
 
 def is_missing(error: Exception) -> bool:
-    return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound")
+    return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in (
+        "404",
+        "NoSuchKey",
+        "NotFound",
+    )
 
 
 class S3Handler(PathHandler):

@@ -53,8 +53,10 @@ def session(proxy, cfg: dict, ranks: int = 1, stop: str = ":") -> list:
 
 
 def statuses(outcomes) -> list:
-    return [outcome.value if outcome.finished else outcome.error.splitlines()[-1] if outcome.error else outcome.exitcode
-            for outcome in outcomes]
+    return [
+        outcome.value if outcome.finished else outcome.error.splitlines()[-1] if outcome.error else outcome.exitcode
+        for outcome in outcomes
+    ]
 
 
 def test_a_run_goes_on_on_another_machine_each_time_and_nobody_can_tell(proxy, tmp_path):
@@ -66,7 +68,9 @@ def test_a_run_goes_on_on_another_machine_each_time_and_nobody_can_tell(proxy, t
     for number, stop in enumerate(stops):
         run_dir = tmp_path / f"machine{number}" / "run"
         if number:  # the log is on the disk of the run; the checkpoints are not
-            shutil.copytree(tmp_path / f"machine{number - 1}" / "run", run_dir, ignore=shutil.ignore_patterns("checkpoints"))
+            shutil.copytree(
+                tmp_path / f"machine{number - 1}" / "run", run_dir, ignore=shutil.ignore_patterns("checkpoints")
+            )
         proxy.requests.clear()
         cfg = make_config(run_dir, url, load_checkpoint_on_all_dp_ranks=bool(number % 2))
         ended = session(proxy, cfg, 2, stop)
@@ -83,6 +87,7 @@ def test_a_run_goes_on_on_another_machine_each_time_and_nobody_can_tell(proxy, t
                 assert SECRET.encode() not in file.read(), name
 
 
+@pytest.mark.slow
 def test_a_killed_run_and_one_whose_uploads_break_go_on_from_their_folder(proxy, tmp_path):
     through = tmp_path / "through"
     assert statuses(session(proxy, make_config(through, through / "checkpoints", max_failed_saves=100))) == [0]
@@ -98,6 +103,7 @@ def test_a_killed_run_and_one_whose_uploads_break_go_on_from_their_folder(proxy,
     assert first_difference(load(through), load(tmp_path / "fresh")) is None
 
 
+@pytest.mark.slow
 def test_uploads_that_fail_end_the_run_as_failed_saves_do(proxy, tmp_path):
     proxy.misbehave = lambda line: "500" if re.match("PUT .*data/", line) else None
     outcome = session(proxy, make_config(tmp_path / "run", f"s3://{BUCKET}/failing", max_failed_saves=2))[0]
@@ -109,10 +115,13 @@ def test_uploads_that_fail_end_the_run_as_failed_saves_do(proxy, tmp_path):
     assert read_log(tmp_path / "run", "resume")[-1]["num_updates"] == last
 
 
+@pytest.mark.slow
 def test_a_run_begins_from_a_checkpoint_of_another_ones_store(proxy, tmp_path):
     url = f"s3://{BUCKET}/first"
     assert statuses(session(proxy, make_config(tmp_path / "first", url))) == [0]
-    cfg = make_config(tmp_path / "second", tmp_path / "second" / "checkpoints", restore_file=f"{url}/checkpoint_last.pt")
+    cfg = make_config(
+        tmp_path / "second", tmp_path / "second" / "checkpoints", restore_file=f"{url}/checkpoint_last.pt"
+    )
     cfg["optimization"]["max_update"] = 12
     assert statuses(session(proxy, cfg, stop="11:0:0:SIGTERM")) == [75]
     assert statuses(session(proxy, cfg)) == [0]

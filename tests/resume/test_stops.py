@@ -76,10 +76,11 @@ TABLE = [
 ]
 
 
-def test_two_ranks_stopped_in_every_way_save_once_and_leave_no_trace(tmp_path, through):
+@pytest.mark.parametrize("table", [TABLE[::2], pytest.param(TABLE, marks=pytest.mark.slow)], ids=["half", "all"])
+def test_two_ranks_stopped_in_every_way_save_once_and_leave_no_trace(tmp_path, through, table):
     cfg = make_config(tmp_path, workers=1)
     before = 0
-    for signals, saved in TABLE:
+    for signals, saved in table:
         assert session(cfg, 2, signals) == [75, 75], signals
         now = saved or before
         if now:
@@ -93,7 +94,12 @@ def test_two_ranks_stopped_in_every_way_save_once_and_leave_no_trace(tmp_path, t
     assert_same_run(through(2), tmp_path)
 
 
-@pytest.mark.parametrize("place", ["write 6", "link 6", "update 7.0"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "place", ["write 6", pytest.param("link 6", marks=slow), pytest.param("update 7.0", marks=slow)]
+)
 def test_a_second_interrupt_ends_at_once_and_harms_nothing(tmp_path, through, place):
     cfg = make_config(tmp_path, workers=1)
     assert session(cfg, 1, f"{place}|0|SIGINT,SIGINT|group") == [1]
@@ -103,7 +109,7 @@ def test_a_second_interrupt_ends_at_once_and_harms_nothing(tmp_path, through, pl
     assert_same_run(through(1), tmp_path)
 
 
-@pytest.mark.parametrize("wish", ["restore_file", "finetune_from_model"])
+@pytest.mark.parametrize("wish", ["finetune_from_model", pytest.param("restore_file", marks=slow)])
 def test_the_same_command_every_time_continues_the_run_whatever_it_began_from(tmp_path, through, wish):
     """Also when what it began from is gone, and when the run was killed before its first save."""
     source = tmp_path / "source.pt"
@@ -143,15 +149,10 @@ def wait_for_updates(run_dir, count: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signals",
-    [
-        [signal.SIGINT],
-        *(
-            pytest.param(s, marks=pytest.mark.slow)
-            for s in ([signal.SIGTERM], [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM])
-        ),
-    ],
+    [[signal.SIGINT], [signal.SIGTERM], [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]],
     ids=lambda signals: "+".join(s.name for s in signals),
 )
 def test_what_the_launchers_group_is_told_all_ranks_do(tmp_path, signals):
