@@ -114,7 +114,7 @@ class Proxy:
                     self.requests.append(line)
                     doing = self.misbehave(line)
                 if doing == "drop":
-                    server.sendall(data[: len(data) // 2])
+                    server.sendall(data[: data.index(b"\r\n\r\n")])  # moto, unlike S3, would keep a part of a body
                     return
                 if doing == "500":
                     body = b"<Error><Code>InternalError</Code><Message>not today</Message></Error>"

@@ -59,7 +59,9 @@ def make_client() -> Any:
         retries={"mode": "standard", "total_max_attempts": 4},  # of one part; retrying.py is for the whole
         max_pool_connections=8,
     )
-    client = boto3.client("s3", config=config, region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"), **keys)
+    client = boto3.client(
+        "s3", config=config, region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"), **keys
+    )
     client.meta.events.register_last("before-call.s3", _ask_nothing_before)
     return client
 
