@@ -11,6 +11,7 @@ import os
 import pathlib
 import pickle
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -226,3 +227,33 @@ def test_a_nest_that_holds_itself_comes_to_an_end(tmp_path, zipped):
     node.parent = node
     torch.save({"args": node}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     assert loaded(tmp_path / "a.pt") == {"args": {"value": 1, "parent": None}}
+
+
+def anonymous_bytes() -> int:
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.parametrize("layout", ["old", "safetensors"])
+def test_files_without_a_directory_are_streamed_too(tmp_path, layout):
+    tensors = {str(i): torch.full((4, 1 << 20), float(i)) for i in range(6)}  # 96 MiB
+    if layout == "old":
+        torch.save({"model": tensors}, tmp_path / "x", _use_new_zipfile_serialization=False)
+    else:
+        write_safetensors(tmp_path / "x", tensors)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    before, peak, done = anonymous_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with open_local_checkpoint(tmp_path / "x", own_format=False) as reader:
+        saved = reader.skeleton.get("model", reader.skeleton)
+        reader.copy([(saved[name], target) for name, target in targets.items()])
+    done.set()
+    watcher.join()
+    assert all(torch.equal(targets[name], tensor) for name, tensor in tensors.items())
+    assert peak[0] - before < 24 << 20, f"{(peak[0] - before) >> 20} MiB beside what is filled"
