@@ -267,6 +267,7 @@ def folder(tmp_path_factory):
     pytest.importorskip("sklearn")
     here = tmp_path_factory.mktemp("reader")
     (here / "examples").symlink_to(ROOT / "examples")
+    shutil.copy(ROOT / "examples" / "from_fairseq" / "my_lm.py", here)
     (here / "text").mkdir()
     for i in range(40):
         (here / "text" / f"{i}.txt").write_text(f"{i} bottles of beer on the wall. " * 100)
