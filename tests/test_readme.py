@@ -267,7 +267,6 @@ def folder(tmp_path_factory):
     pytest.importorskip("sklearn")
     here = tmp_path_factory.mktemp("reader")
     (here / "examples").symlink_to(ROOT / "examples")
-    shutil.copy(ROOT / "examples" / "from_fairseq" / "my_lm.py", here)
     (here / "text").mkdir()
     for i in range(40):
         (here / "text" / f"{i}.txt").write_text(f"{i} bottles of beer on the wall. " * 100)
@@ -347,7 +346,8 @@ def test_every_command_is_one(page, folder, monkeypatch, capsys):
         elif name == "torchrun":
             composed(parsed_by_torchrun(words), folder, monkeypatch)
         elif name == "fairtrain":
-            if "--help" not in words and "task._target_=my_task.Digits" not in words:
+            of_reader = "task._target_=my_task.Digits" in words or any("my_lm." in word for word in words)  # run elsewhere
+            if "--help" not in words and not of_reader:
                 composed(words, folder, monkeypatch)
         elif name == "python":
             assert words[0] == "-m" or (ROOT / words[0]).exists(), command
