@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.commands import start
@@ -265,14 +266,12 @@ def test_two_runs_with_folders_of_their_own_do_not_share_one_of_checkpoints(tmp_
 
 
 def test_a_run_that_stood_still_is_taken_over_and_ends_without_writing(tmp_path):
-    first = start(*COMMAND, "optimization.max_update=1000000", cwd=tmp_path, env={"TEST_HOST": "a"})
+    env = {"TEST_HOST": "a", "TEST_STOP": "20:0:0:SIGSTOP"}  # within an update: update 14, the epoch's end, is saved
+    first = start(*COMMAND, "optimization.max_update=1000000", cwd=tmp_path, env=env)
     log, deadline = tmp_path / "run" / "log.jsonl", time.monotonic() + 90
-    while not log.exists() or '"checkpoint"' not in log.read_text():
+    while psutil.Process(first.process.pid).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline, first.output()
         time.sleep(0.05)
-    refused = start(*COMMAND, "optimization.max_update=5", cwd=tmp_path, env={"TEST_HOST": "b"}).wait(60)
-    assert refused.status == 2 and "alive" in refused.output and "run_dir=" in refused.output, refused.output
-    first.kill(signal.SIGSTOP)
     saved = load(tmp_path / "run")["optimizer_history"][-1]["num_updates"]
     second = start(*COMMAND, f"optimization.max_update={saved + 3}", cwd=tmp_path, env={"TEST_HOST": "b"}).wait(90)
     assert second.status == 0, second.output

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -426,7 +426,14 @@ class Run:
             return self.saves.begin(cfg, trainer, itr, val_loss)
         return self.saves.save(cfg, trainer, itr, val_loss, last=ending, stopping=stopping)
 
+    def _check_folders(self) -> None:
+        """On rank 0: raise if another start has taken them over."""
+        for folder in (self.folder, self.save_folder):
+            if folder is not None:
+                folder.check(surely=True)
+
     def _log_save(self, saved: checkpoint_utils.SavedCheckpoint) -> None:
+        self._check_folders()
         self.time_limit.took("save", time.monotonic() - self._save_begun + self.remote.seconds)
         self.remote.push()
         self.log.event("checkpoint", path=saved.paths[0], **dataclasses.asdict(saved))
