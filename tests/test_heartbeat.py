@@ -52,11 +52,14 @@ def stories(tmp_path_factory):
         return dict(pool.map(one, STANDSTILLS))
 
 
-def check_named(story, rank: int, place: str) -> None:
+UNABLE_TO_LOG = ((0, "hold the interpreter", "forward"), (0, "stop", "saving"))
+
+
+def check_named(story, rank: int, place: str, logged: bool = True) -> None:
     assert len(re.findall(text_of(rank, place), story.output)) == 1, story.output
     assert story.output.count("fairtrain: ") == 1 and len(story.of(1 - rank)) <= 1, story.output
     assert 1 in story.statuses and 0 not in story.statuses
-    assert f"stalled {place}" in story.log
+    assert f"stalled {place}" in story.log or not logged
     assert story.seconds < faults.within(TIMEOUT_S + MORE_S)
 
 
@@ -102,13 +105,15 @@ def test_a_rank_that_gets_on_slowly_is_no_hang_however_long_the_others_wait(stor
         ("optimizer", "sleep", "in update 3, phase optimizer", {}),
         ("validation", "compute", "after update 6, phase validation", {"dataset": {"valid_subset": "valid"}}),
         ("task", "sleep", "after update 6, phase task", {"dataset": {"valid_subset": "valid"}, "count": 1}),
-        ("saving", "sleep", "after update 3, phase saving", {"count": 1}),
-        ("saving", "stop", "after update 3, phase saving", {"count": 1}),
+        ("saving", "sleep", "after update 3, phase saving", {"count": 2}),  # the first asks how large it will be
+        ("saving", "stop", "after update 3, phase saving", {"count": 2}),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_phase_has_its_name(tmp_path, moment, deed, place, more, rank):
-    check_named(faults.run(tmp_path, 2, moment, deed, rank=rank, **more), rank, place)
+    # The log is rank 0's, which writes it from the end of start-up on and while it is itself.
+    logged = moment != "start-up" and (rank, deed, moment) not in UNABLE_TO_LOG
+    check_named(faults.run(tmp_path, 2, moment, deed, rank=rank, **more), rank, place, logged)
 
 
 @pytest.mark.slow
@@ -116,7 +121,7 @@ def test_a_rank_stuck_while_it_loads_is_named(tmp_path):
     assert faults.run(tmp_path, 2, optimization={"max_update": 3}).statuses == [0, 0]
     (tmp_path / "output").unlink()
     story = faults.run(tmp_path, 2, "loading", "sleep", count=1)
-    check_named(story, 1, "before update 1, phase loading")
+    check_named(story, 1, "before update 1, phase loading", logged=False)
 
 
 # ------------------------------------------------------------------------------------------------------- the whole command
