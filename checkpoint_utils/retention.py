@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from checkpoint_file import CheckpointError
@@ -100,8 +100,11 @@ def move_aside(path: str, target: str) -> str | None:
     return moved
 
 
-def remove_stale_temporaries(save_dir: str) -> list[str]:
-    """Remove what a killed save left behind: temporary files of our names that no living process is writing."""
+def remove_stale_temporaries(save_dir: str, is_written: Callable[[str], bool] = is_held) -> list[str]:
+    """Remove what a killed save left behind: temporary files of our names that no living process is writing.
+
+    is_written: whether one does. Who has the folder to himself knows that nobody may.
+    """
     removed = []
     for name in os.listdir(save_dir) if os.path.isdir(save_dir) else []:
         path = os.path.join(save_dir, name)
@@ -109,7 +112,7 @@ def remove_stale_temporaries(save_dir: str) -> list[str]:
             if is_name_aside(name):
                 removed += [] if put_back(path) else [path]
                 remove(path)
-            elif is_temporary_name(name) and not is_held(path):
+            elif is_temporary_name(name) and not is_written(path):
                 remove(path)
                 removed.append(path)
         except OSError as error:

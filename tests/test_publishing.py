@@ -199,3 +199,20 @@ def test_sigkill_during_saves_never_leaves_a_broken_checkpoint(tmp_path, form): 
         state = checkpoint_utils.load_checkpoint_to_cpu(path)
         assert state["model"]["w"].unique().tolist() == [state["optimizer_history"][-1]["num_updates"]]
     assert os.listdir(tmp_path) == [os.path.basename(path)]
+
+
+def test_who_was_taken_over_while_he_saved_cannot_end_the_save(tmp_path, form, monkeypatch):
+    cfg, fsync = config(tmp_path), os.fsync
+
+    def taken_over(fd: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        checkpoint_utils.remove_stale_temporaries(str(tmp_path), is_written=lambda path: False)
+        form.save(cfg, 30)
+        fsync(fd)
+
+    form.save(cfg, 10)
+    monkeypatch.setattr(os, "fsync", taken_over)
+    with pytest.raises(CheckpointWriteError):
+        form.save(cfg, 20)
+    assert set(content(tmp_path).values()) <= {10, 30} and content(tmp_path)["checkpoint_last"] == 30
+    assert litter(tmp_path) == []

@@ -178,6 +178,8 @@ class Run:
             save_dir.mkdir(parents=True, exist_ok=True)
             sync_names(str(save_dir))
             tempfile.TemporaryFile(dir=save_dir).close()
+            # The folder is ours: whoever stood still within a save, and was taken over, must not end it when he wakes.
+            checkpoint_utils.remove_stale_temporaries(str(save_dir), is_written=lambda path: False)
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.save_dir={save_dir} cannot be written ({error.strerror}). "
@@ -413,9 +415,7 @@ class Run:
 
         ending: nothing is trained after it, so that it is waited for. stopping: somebody asked for that.
         """
-        for folder in (self.folder, self.save_folder):
-            if folder is not None:
-                folder.check(surely=True)
+        self._check_folders()
         self.heartbeat.enter("saving")
         self.log.flush()
         self.requests.clear_save()
