@@ -676,7 +676,8 @@ class Trainer:
             self._optimizer_history = list(saved["optimizer_history"])
             extra_state = reader.materialize({k: v for k, v in saved["extra_state"].items() if k != "ema"})
             self._load_counters(extra_state, reset_meters, report)
-            self.load_task_state_dict(reader.materialize(saved["task_state"]))
+            if saved["task_state"] or saved["run_id"]:  # else another program's, which knows nothing of the task
+                self.load_task_state_dict(reader.materialize(saved["task_state"]))
         self.run_id = saved["run_id"] or self.run_id
         report.saved_cfg = saved["cfg"]
         self.load_report = report
