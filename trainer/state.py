@@ -14,7 +14,7 @@ from typing import Any, Mapping
 import torch
 from torch import Tensor, nn
 
-import distributed_utils
+from trainer.alike import first_difference
 from trainer.partial_state import WHOLE, Selection
 from trainer.sharding import described, local_of, placement_of
 
@@ -285,16 +285,12 @@ def load_module_extras(module: nn.Module, saved: Mapping[str, Any], materialize:
 
 def check_equal_on_ranks(task_state: Any, group: Any) -> None:
     """Collective. The file holds task state once, so every rank must have the same. Raises: TaskStateError on all."""
-    if distributed_utils.get_world_size(group) == 1:
-        return
-    digests = distributed_utils.all_gather_list(_digests(task_state), group)
-    for rank, other in enumerate(digests):
-        different = sorted(k for k in digests[0].keys() | other.keys() if digests[0].get(k) != other.get(k))
-        if different:
-            raise TaskStateError(
-                f"task_state_dict() of rank {rank} differs from rank 0's at {_first(different)}: "
-                "it must be equal on all ranks"
-            )
+    different = first_difference(_digests(task_state), group)
+    if different is not None:
+        rank, key, *_ = different
+        raise TaskStateError(
+            f"task_state_dict() of rank {rank} differs from rank 0's at {key}: it must be equal on all ranks"
+        )
 
 
 def _digests(value: Any, path: str = "task_state") -> dict[str, str]:

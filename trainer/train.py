@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 import checkpoint_utils
 import distributed_utils
 from checkpoint_utils.file_system import sync_names
-from trainer import optim, run_folder, start_report
+from trainer import alike, optim, run_folder, start_report
 from trainer.background_saves import BackgroundSaves
 from trainer.config import get_target, to_plain
 from trainer.data import valid_subsets
@@ -132,12 +132,16 @@ class Run:
     def prepare(self) -> None:
         cfg = self.cfg
         logs = setup_logging(cfg.run_dir, distributed_utils.get_rank(), cfg.common.log_format)
-        self.trainer = get_target(cfg.task, Trainer)(cfg)
+        task = get_target(cfg.task, Trainer)
+        alike.check_start(cfg, task)
+        self.trainer = task(cfg)
         self.trainer.requests, self.trainer.heartbeat = self.requests, self.heartbeat
         self.trainer.saves = self.saves = BackgroundSaves(self.checkpoint_cfg.max_failed_saves, self._log_save)
         self.trainer.get_train_iterator(1)
         for subset in self.subsets:
             self.trainer.dataset(subset)
+        names = [cfg.dataset.train_subset, *self.subsets]
+        alike.check_data({name: self.trainer.dataset(name) for name in names})
         self.folder = together(lambda: run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed))
         together(self._make_save_dir)
         together(self._leave_if_told)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import checkpoint_file
 import checkpoint_utils
 import distributed_utils
-from trainer import fully_sharded, health, loading, meta_build, optim, state
+from trainer import alike, fully_sharded, health, loading, meta_build, optim, state
 from trainer.buffers import WatchedBuffers
 from trainer.config import complete_config, instantiate, to_plain
 from trainer.data import DummyBatch, EpochBatchIterator, dummy_batches, valid_batches
@@ -121,8 +121,9 @@ class Trainer:
         self.criterion = self.build_criterion() if criterion is None else criterion
         if isinstance(self.criterion, nn.Module):
             self.criterion = self.criterion.to(self.device)
-        whole = [*(parameter for _, parameter in self._all_parameters()), *self._buffers()]
-        self._follow_rank_0([tensor for tensor in whole if not tensor.is_meta])
+        named = [*self._all_parameters(), *(pair for module in self._modules for pair in module.named_buffers())]
+        alike.check_model(named, self.data_parallel_process_group)
+        self._follow_rank_0([tensor for _, tensor in named if not tensor.is_meta])
         if self.forward_is_collective:
             modules, distributed = self.fully_sharded_modules(self.model), self.cfg.distributed_training
             fully_sharded.wrap(self.model, modules, self.device, distributed, self.precision)
