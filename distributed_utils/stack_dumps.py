@@ -7,6 +7,7 @@ handler itself (faulthandler), behind the beats of its Heartbeat. Children that 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -51,7 +52,7 @@ def dump(pid: int, fd: int, main_ident: int) -> str:
         return ""
     begin = len(read_shared_dumps(pid, fd).encode(errors="replace"))
     try:
-        os.kill(pid, DUMP_SIGNAL)
+        _signal_main_thread(pid, DUMP_SIGNAL)
         if process_state(pid) == "T":
             os.kill(pid, signal.SIGCONT)  # it handles what is pending before anything else
     except OSError:
@@ -63,6 +64,15 @@ def dump(pid: int, fd: int, main_ident: int) -> str:
         if text and text == before:
             break
     return stack_of_thread(text, main_ident)
+
+
+def _signal_main_thread(pid: int, signum: int) -> None:
+    """To it alone, whose thread id is the pid: while another thread handled the signal it would run on."""
+    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
+    if tgkill is None:  # not in every C library
+        os.kill(pid, signum)
+    elif tgkill(pid, pid, signum) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def stack_of_thread(text: str, ident: int) -> str:

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Iterator, Mapping
 
-from checkpoint_utils.file_system import sync_folder
 from trainer.errors import ConfigError
 
 _FLUSH_SECONDS = 1.0
@@ -89,7 +88,7 @@ class GrowingFile:
         if self.path.exists():
             self._mend(self.path)
         fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        sync_folder(str(self.path.parent))  # a file whose name is not on the disk goes in a power cut, synced or not
+        _sync_folder_of(self.path)  # a file whose name is not on the disk goes in a power cut, synced or not
         return fd
 
     def _failed(self, error: OSError) -> None:
@@ -102,6 +101,13 @@ class GrowingFile:
         lost = f"; {self._num_lost} lines are lost" if self._num_lost else ", nothing is lost"
         self._failing, self._num_lost = False, 0
         logger.warning("%s can be written again%s.", self.path, lost)
+
+
+def _sync_folder_of(path: Path) -> None:
+    # Imported here: it needs torch, which takes a second, and who reads logs, such as fairtrain-plot, does without.
+    from checkpoint_utils.file_system import sync_folder
+
+    sync_folder(str(path.parent))
 
 
 def replace_end(path: Path, keep: int, tail: bytes) -> None:
@@ -117,7 +123,7 @@ def replace_end(path: Path, keep: int, tail: bytes) -> None:
             new.flush()
             os.fsync(new.fileno())
         os.replace(aside, path)
-        sync_folder(str(path.parent))  # else what is appended and synced from now on is in a file without a name
+        _sync_folder_of(path)  # else what is appended and synced from now on is in a file without a name
     except OSError:
         aside.unlink(missing_ok=True)
         raise
