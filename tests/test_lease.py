@@ -18,6 +18,7 @@ from tests.resume.harness import load, read_log
 from trainer import lease
 from trainer.errors import FolderLostError
 from trainer.lease import HeldError, Lease, Owner, jobs_of
+from trainer.run_folder import folder_of_checkpoints
 
 PERIOD = 2.5
 
@@ -254,15 +255,34 @@ COMMAND = [
 
 
 @pytest.mark.slow
-def test_two_runs_with_folders_of_their_own_do_not_share_one_of_checkpoints(tmp_path):
-    (tmp_path / "shared").mkdir()
-    mine = Lease(tmp_path / "shared")
+@pytest.mark.parametrize("held, save_dir", [("shared", "shared"), ("other", "other/checkpoints")])
+def test_two_runs_with_folders_of_their_own_do_not_share_one_of_checkpoints(tmp_path, held, save_dir):
+    (tmp_path / held).mkdir()
+    mine = Lease(tmp_path / held)
     mine.take()
-    shared = "checkpoint.save_dir=shared"
-    refused = start(*COMMAND, "optimization.max_update=5", shared, cwd=tmp_path, env={"TEST_HOST": "b"}).wait(60)
+    override = f"checkpoint.save_dir={save_dir}"
+    refused = start(*COMMAND, "optimization.max_update=5", override, cwd=tmp_path, env={"TEST_HOST": "b"}).wait(60)
     assert refused.status == 2 and "checkpoint.save_dir" in refused.output and "alive" in refused.output, refused.output
-    assert not (tmp_path / "run").exists() and os.listdir(tmp_path / "shared") == [".lock"]
+    assert not (tmp_path / "run").exists() and os.listdir(tmp_path / held) == [".lock"]
     mine.close()
+
+
+@pytest.mark.parametrize(
+    "save_dir, locks, held",
+    [
+        ("run/checkpoints", [], None),
+        ("run/checkpoints", ["run/checkpoints"], "run/checkpoints"),  # another run was told to save there
+        ("other/checkpoints", ["other"], "other"),
+        ("other/checkpoints", ["other", "other/checkpoints"], "other/checkpoints"),
+        ("elsewhere", [], "elsewhere"),
+    ],
+)
+def test_a_folder_of_checkpoints_is_held_by_whoever_else_may_write_to_it(tmp_path, save_dir, locks, held):
+    for folder in locks:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / ".lock").touch()
+    found = folder_of_checkpoints(tmp_path / save_dir, tmp_path / "run")
+    assert found == (tmp_path / held if held else None)
 
 
 def test_a_run_that_stood_still_is_taken_over_and_ends_without_writing(tmp_path):

@@ -40,6 +40,19 @@ def prepare(run_dir: str, cfg: DictConfig, is_master: bool, typed: Sequence[str]
     return folder
 
 
+def folder_of_checkpoints(save_dir: Path, run_dir: Path) -> Path | None:
+    """The folder to hold besides `run_dir`, so that no other run writes to `save_dir`; None: there is none.
+
+    That is `save_dir`, where it lies outside or another run, whose run_dir lies elsewhere, has held it; and the run folder
+    that it lies in, if that is another run's.
+    """
+    if (save_dir / NAME).exists():
+        return save_dir
+    if save_dir.resolve().is_relative_to(run_dir.resolve()):
+        return None
+    return save_dir.parent if (save_dir.parent / NAME).exists() else save_dir
+
+
 class RunFolder:
     """A run's folder. On other ranks than the master it does nothing."""
 

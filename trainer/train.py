@@ -175,8 +175,9 @@ class Run:
             return
         save_dir = Path(self.remote.section.save_dir).expanduser()
         self._made = [folder for folder in (save_dir, *save_dir.parents) if not folder.exists()]
-        if not save_dir.resolve().is_relative_to(self.folder.path.resolve()):  # another run may have been told the same
-            self.save_folder = run_folder.RunFolder(save_dir, self.cfg)
+        held_by = run_folder.folder_of_checkpoints(save_dir, self.folder.path)
+        if held_by is not None:
+            self.save_folder = run_folder.RunFolder(held_by, self.cfg)
             self.save_folder.hold("checkpoint.save_dir")
         try:
             save_dir.mkdir(parents=True, exist_ok=True)
