@@ -23,10 +23,18 @@ from checkpoint_utils.file_system import bytes_of
 logger = logging.getLogger(__name__)
 
 UNLIMITED = -1
+# What surrounds the bytes of a tensor, its name and place included, as measured on tensors of a few elements.
+AROUND_TENSOR = 300  # in a file
+AROUND_NAME, AROUND_BOX = 200, 1850  # in a folder, where each box is what torch.save makes of it
 
 
 def bytes_of_state(state: Any) -> int:
     """About the bytes of a checkpoint of this state: those of its tensors, shared ones once, sharded ones whole."""
+    return sum(sizes_of_tensors(state))
+
+
+def sizes_of_tensors(state: Any) -> list[int]:
+    """The bytes of each tensor, shared ones once, sharded ones whole."""
     found = {}
     for leaf in leaves(state, (Tensor, ShardedTensor)):
         if isinstance(leaf, ShardedTensor):
@@ -35,7 +43,12 @@ def bytes_of_state(state: Any) -> int:
             nbytes = leaf.numel() * leaf.element_size()
             key = (leaf.untyped_storage().data_ptr() or id(leaf), leaf.storage_offset(), nbytes)
             found[key] = min(nbytes, leaf.untyped_storage().nbytes())
-    return sum(found.values())
+    return list(found.values())
+
+
+def bytes_around_tensor(boxes: int) -> int:
+    """boxes: that a tensor has in a folder; 0 for a file."""
+    return AROUND_NAME + boxes * AROUND_BOX if boxes else AROUND_TENSOR
 
 
 def free_bytes(folder: str) -> int | None:
@@ -89,13 +102,16 @@ class Room:
         return f"{text}; at most {self.kept} are there at once, {human(self.kept * self.nbytes)}"
 
 
-def say_room(cfg: Any, state: Any, not_yet_there: int = 0) -> None:
+def say_room(cfg: Any, state: Any, not_yet_there: int = 0, tensors_not_yet_there: int = 0, boxes: int = 0) -> None:
     """Log how large a checkpoint is and how many fit. One process.
 
     not_yet_there: bytes that the state will have more than it has now, such as moments before the first update.
+    tensors_not_yet_there: the tensors that these are. boxes: as for `bytes_around_tensor`.
     """
     save_dir = expand(cfg.save_dir)
-    nbytes = bytes_of_state(state) + not_yet_there
+    sizes = sizes_of_tensors(state)
+    num_tensors = len(sizes) + tensors_not_yet_there
+    nbytes = sum(sizes) + not_yet_there + num_tensors * bytes_around_tensor(boxes)
     room = Room(save_dir, nbytes, free_bytes(save_dir), bytes_held(save_dir), most_at_once(cfg))
     if room.free is not None and room.is_short:
         logger.warning(

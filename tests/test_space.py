@@ -12,8 +12,12 @@ import torch
 import checkpoint_utils
 from checkpoint_file import ShardedTensor
 from checkpoint_utils import CheckpointConfig, space
+from checkpoint_utils.file_system import bytes_of
 from checkpoint_utils.space import Room, bytes_of_state, check_room, most_at_once, say_room
+from tests.resume.harness import config
+from trainer.config import complete_config
 from trainer.optim import moments_per_parameter
+from trainer.train import main
 
 
 def test_the_size_of_a_state_is_about_that_of_its_file(tmp_path):
@@ -24,10 +28,22 @@ def test_the_size_of_a_state_is_about_that_of_its_file(tmp_path):
     assert 0.9 < bytes_of_state(state) / nbytes < 1.2
 
 
-@pytest.mark.parametrize("name, expected", [("AdamW", 2), ("SGD", 0), ("Adagrad", 1), ("Adafactor", 2 / 64)])
+@pytest.mark.parametrize(
+    "name, expected", [("AdamW", (2, 3)), ("SGD", (0, 0)), ("Adagrad", (1, 2)), ("Adafactor", (2 / 64, 3))]
+)
 def test_moments_that_are_not_there_yet_are_known_by_trial(name, expected):
     optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(3, 3))], lr=0.1)
     assert moments_per_parameter(optimizer) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("name, as_folder", [("checkpoint_last.pt", False), ("checkpoint_last", True)])
+def test_a_fresh_run_of_many_small_tensors_says_what_its_checkpoints_take(tmp_path, monkeypatch, name, as_folder):
+    said = []
+    monkeypatch.setattr(space, "human", lambda nbytes: said.append(nbytes) or str(nbytes))
+    cfg = config(tmp_path, distributed_training={"use_sharded_state": as_folder}, optimization={"max_update": 1})
+    assert main(complete_config(cfg)) == 0
+    taken = bytes_of(str(tmp_path / "checkpoints" / name))
+    assert 0.8 < said[0] / taken < 1.2, (said[0], taken)
 
 
 @pytest.mark.parametrize(

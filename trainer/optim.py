@@ -427,21 +427,23 @@ def fresh_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict]:
         return {}  # a class that cannot be built from its defaults
 
 
-def moments_per_parameter(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of state that an update leaves behind for each byte of parameters, by trial; 0 for what cannot be tried."""
-    if "elementwise_state" in vars(optimizer):  # cut by ZeRO, which has tried it
-        return float(len(optimizer.elementwise_state))
+def moments_per_parameter(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
+    """What an update leaves behind, by trial: bytes for each byte of parameters, and tensors for each parameter.
+
+    (0.0, 0) for what cannot be tried.
+    """
+    cls = getattr(optimizer, "whole_class", type(optimizer))  # a share of a bucket is no parameter to try
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.ones_like(parameter)
-    accepted = inspect.signature(type(optimizer)).parameters
+    accepted = inspect.signature(cls).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     try:
-        trial = type(optimizer)([parameter], **settings)
+        trial = cls([parameter], **settings)
         trial.step()
         kept = [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
     except Exception:  # whatever a class of somebody else's raises: the number is for a line of the log
-        return 0.0
-    return sum(value.numel() * value.element_size() for value in kept) / (4 * parameter.numel())
+        return 0.0, 0
+    return sum(value.numel() * value.element_size() for value in kept) / (4 * parameter.numel()), len(kept)
 
 
 def restore_optimizer_state(

@@ -234,11 +234,16 @@ class Run:
         state = self.trainer.state_dict()
         if self.checkpoint_cfg.no_save or not self.is_master:
             return
-        moments = 0.0
-        if state["last_optimizer_state"] is not None and not state["last_optimizer_state"]["state"]:
-            moments = optim.moments_per_parameter(self.trainer.optimizer)
-        not_yet_there = moments * checkpoint_utils.bytes_of_state(state["model"])
-        checkpoint_utils.say_room(self.checkpoint_cfg, state, int(not_yet_there))
+        moments, tensors = 0.0, 0
+        optimizer_state = state["last_optimizer_state"]
+        if optimizer_state is not None and not optimizer_state["state"]:
+            moments, per_parameter = optim.moments_per_parameter(self.trainer.optimizer)
+            tensors = per_parameter * sum(len(group["params"]) for group in optimizer_state["param_groups"])
+        not_yet_there = int(moments * checkpoint_utils.bytes_of_state(state["model"]))
+        boxes = 0
+        if self.trainer.use_sharded_state:
+            boxes = self.trainer.data_parallel_world_size if self.trainer.forward_is_collective else 1
+        checkpoint_utils.say_room(self.checkpoint_cfg, state, not_yet_there, tensors, boxes)
 
     def _limits_of_equality(self, extra_state: dict) -> list[str]:
         """What keeps this session from continuing bit by bit, if anything does."""

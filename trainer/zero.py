@@ -58,7 +58,12 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, reducer: GradientReducer, 
         problem = error
     distributed_utils.agree(problem, group)
     cls = type(optimizer)
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    members = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "whole_class": cls,
+    }
     optimizer.__class__ = type(cls.__name__, (ZeroOptimizer, cls), members)
     optimizer._take_shards(reducer, group, optim.ELEMENTWISE_STATE | elementwise)
 
@@ -77,6 +82,7 @@ class _Shard:
 class ZeroOptimizer:
     """What `shard_optimizer` adds to the class of an optimizer."""
 
+    whole_class: type[torch.optim.Optimizer]  # the class below, which knows nothing of shards
     elementwise_state: frozenset[str]  # names of state that has one element for each of its parameter
 
     def _take_shards(self, reducer: GradientReducer, group: Any, elementwise: frozenset[str]) -> None:

@@ -133,15 +133,20 @@ def same(one, other) -> bool:
 
 
 def compare_with_plain(num_updates: int, bucket_bytes: int) -> list[str]:
+    from trainer.optim import moments_per_parameter
+
     different = []
     for name, settings in OPTIMIZERS.items():
         results = []
         for zero in (False, True):
             net, reducer, optimizer = built(name, settings, zero, bucket_bytes)
             norms = train(net, reducer, optimizer, range(num_updates))
-            results.append([norms, dict(net.state_dict()), whole_state(optimizer)])
+            moments = torch.tensor(moments_per_parameter(optimizer))
+            results.append([norms, dict(net.state_dict()), whole_state(optimizer), moments])
         different += [
-            f"{name}: {what}" for what, a, b in zip(("norms", "parameters", "state"), *results) if not same(a, b)
+            f"{name}: {what}"
+            for what, a, b in zip(("norms", "parameters", "state", "moments"), *results)
+            if not same(a, b)
         ]
     return different
 
