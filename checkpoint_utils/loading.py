@@ -38,8 +38,8 @@ def load_checkpoint(cfg: Any, trainer: Any) -> tuple[dict[str, Any] | None, Any]
             return None, trainer.get_train_iterator(epoch=1)
         except CheckpointDamagedError as error:  # raised on all ranks
             if choice.asked_for:
-                raise asked_for_error(choice, error) from error
-            logger.error("%s", error)
+                raise distributed_utils.agreed(asked_for_error(choice, error)) from error
+            tell(logging.ERROR, "%s", error)
             known[choice.path] = error.problem
 
 
@@ -52,11 +52,12 @@ def load_own_checkpoint(cfg: Any, trainer: Any, at_most: int) -> tuple[str, dict
     told = on_rank_0(lambda: own_checkpoints(expand(cfg.save_dir), trainer.run_id, at_most), group)
     for path, num_updates in told:
         if num_updates != at_most:
-            logger.warning("the checkpoint of update %d is not there (any more): %s (update %d)", at_most, path, num_updates)
+            missing = "the checkpoint of update %d is not there (any more): %s (update %d)"
+            tell(logging.WARNING, missing, at_most, path, num_updates)
         try:
             return path, trainer.load_checkpoint(path, whole=True)
         except CheckpointDamagedError as error:  # raised on all ranks; the next load overwrites everything
-            logger.error("DAMAGED CHECKPOINT PASSED OVER: %s", error)
+            tell(logging.ERROR, "DAMAGED CHECKPOINT PASSED OVER: %s", error)
     return None
 
 
@@ -65,13 +66,20 @@ def choice_to_tell(decided: tuple[Choice, dict]) -> tuple[dict, dict]:
     return {**vars(choice), "passed_over": [list(pair) for pair in choice.passed_over]}, saved
 
 
+def tell(level: int, message: str, *args: Any) -> None:
+    """What every rank knows is told once, by rank 0."""
+    if distributed_utils.is_master():
+        logger.log(level, message, *args)
+
+
 def say(choice: Choice, cfg: Any) -> None:
     for path, problem in choice.passed_over:
-        logger.error("DAMAGED CHECKPOINT PASSED OVER: %s: %s", path, problem)
+        tell(logging.ERROR, "DAMAGED CHECKPOINT PASSED OVER: %s: %s", path, problem)
     if choice.passed_over and not choice.new_wish:
-        logger.error("GOING BACK TO AN OLDER CHECKPOINT: %s", choice.path)
+        tell(logging.ERROR, "GOING BACK TO AN OLDER CHECKPOINT: %s", choice.path)
     elif choice.new_wish:
-        logger.warning(
+        tell(
+            logging.WARNING,
             "NEW RESTORE_FILE: THE RUN IS TAKEN TO %s, which its own checkpoints in %s do not carry",
             choice.path,
             cfg.save_dir,
@@ -124,5 +132,6 @@ def forget_other_metric(cfg: Any, trainer: Any, saved: Mapping[str, Any]) -> Non
     for name in ("best_checkpoint_metric", "maximize_best_checkpoint_metric"):
         was, now = saved.get(name), getattr(cfg, name)
         if was is not None and was != now:
-            logger.warning("checkpoint.%s was %s and is %s: best score and patience start anew", name, was, now)
+            changed = "checkpoint.%s was %s and is %s: best score and patience start anew"
+            tell(logging.WARNING, changed, name, was, now)
             trainer.best.reset()

@@ -55,9 +55,15 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
-        """The failure that `error` is; a PeerError stands for the failure of its peer."""
+        """The failure that `error` is; a PeerError stands for the failure of its peer.
+
+        An error that all ranks raise is the failure of the rank that found it, if its attribute `rank` names one.
+        """
         if isinstance(error, PeerError):
             return cls(error.rank, error.class_name, error.message, error.exit_status)
+        found_by = getattr(error, "rank", None) if getattr(error, "raised_by_all", False) else None
+        if found_by is not None:
+            rank = found_by
         rank = get_rank() if rank is None else rank
         return cls(rank, type(error).__name__, str(error)[:4000], exit_status_of(error))
 

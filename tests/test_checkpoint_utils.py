@@ -33,6 +33,8 @@ from checkpoint_utils import (
     resets_to_apply,
     stale_checkpoints,
 )
+from checkpoint_utils.choosing import Choice
+from checkpoint_utils.loading import say
 
 
 class FakeIterator:
@@ -532,7 +534,7 @@ def test_another_metric_forgets_the_best_score(folder, caplog):
     [flip, lambda p: Path(p).write_bytes(b""), lambda p: Path(p).write_text("oops"), lambda p: os.truncate(p, 900)],
     ids=["flipped bit", "empty", "text", "truncated"],
 )
-def test_a_damaged_last_is_passed_over_loudly_and_kept_aside(folder, caplog, damage):  # [R3]
+def test_a_damaged_last_is_passed_over_loudly_and_kept_aside(folder, caplog, damage, monkeypatch):  # [R3]
     cfg = config(folder, save_interval_updates=1)
     for update in (9, 10, 11):
         save_at(cfg, update)
@@ -543,6 +545,10 @@ def test_a_damaged_last_is_passed_over_loudly_and_kept_aside(folder, caplog, dam
     flip(folder / "checkpoint_1_11.pt")
     broken = (folder / "checkpoint_last.pt").read_bytes()
     trainer = FakeTrainer(cfg)
+    with monkeypatch.context() as as_rank_1:
+        as_rank_1.setattr("distributed_utils.is_master", lambda: False)
+        say(Choice("own", "p", passed_over=(("q", "damaged"),)), cfg)
+        assert not caplog.text  # rank 0 tells it
     checkpoint_utils.load_checkpoint(cfg, trainer)
     assert trainer.num_updates == 10 and trainer.weight.unique().tolist() == [10.0]
     assert "DAMAGED" in caplog.text and "GOING BACK" in caplog.text

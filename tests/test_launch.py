@@ -15,7 +15,7 @@ import torch
 
 import distributed_utils
 from distributed_utils import DistributedTrainingConfig, PeerError
-from trainer import launch
+from trainer import cli, launch
 from trainer.errors import ConfigError, NonFiniteError
 from trainer.preemption import StopRequest
 
@@ -378,6 +378,21 @@ def test_contradictory_variables_are_status_2_in_seconds(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert launch.run(lambda: 0, ONE, []) == 2
     assert "RANK=5 WORLD_SIZE=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "launch_of, tells",
+    [(None, True), ((0, "agent"), True), ((1, "agent"), False), ((0, "fairtrain-1"), False), ((1, "fairtrain-1"), False)],
+)
+def test_of_all_processes_of_a_launch_one_tells_what_all_know(monkeypatch, capsys, launch_of, tells):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launch_of is not None:
+        rank, run_id = launch_of
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "h", "MASTER_PORT": 1}
+        for name, value in {**place, "TORCHELASTIC_RUN_ID": run_id}.items():
+            monkeypatch.setenv(name, str(value))
+    cli._tell(["the config saved in x is the base"])
+    assert capsys.readouterr().err == ("fairtrain: the config saved in x is the base\n" if tells else "")
 
 
 def test_a_signal_between_two_points_of_a_sweep_is_seen_by_the_next():

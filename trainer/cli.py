@@ -66,9 +66,18 @@ def _run(argv: Sequence[str]) -> int:
         print(_shown(flags, composed), end="")
         return DONE
     cfg = complete_config(require_task(composed.cfg))
-    for notice in composed.notices:
-        print(f"fairtrain: {notice}", file=sys.stderr)
+    _tell(composed.notices)
     return _launch(cfg, composed.typed, argv)
+
+
+def _tell(notices: Sequence[str]) -> None:
+    """Of the processes that compose the same config one tells them."""
+    if notices:
+        from trainer import launch
+
+        if launch.speaks_for_all():
+            for notice in notices:
+                print(f"fairtrain: {notice}", file=sys.stderr)
 
 
 def _launch(cfg: DictConfig, typed: list[str], argv: Sequence[str]) -> int:

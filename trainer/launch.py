@@ -218,6 +218,15 @@ def _fail(error: BaseException, facts: LaunchFacts, watch: PeerWatch | None, sto
     leave(status)
 
 
+def speaks_for_all() -> bool:
+    """Whether this process tells what every process of the launch knows: our launcher, rank 0 of another, or alone."""
+    try:
+        facts = distributed_utils.launch_facts()
+    except distributed_utils.LaunchEnvironmentError:
+        return True
+    return facts is None or (facts.rank == 0 and not _our_launcher_speaks())
+
+
 def _our_launcher_speaks() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID_PREFIX)
 

@@ -40,7 +40,8 @@ def roll_back(cfg: Any, trainer: Any, itr: Any, error: NonFiniteError) -> str:
     if (extra_state.get("train_iterator") or position)["epoch"] != position["epoch"]:
         trainer.meter.reset()  # it counts the updates of one epoch
     itr.load_state_dict(position)
-    logger.error(
+    logger.log(
+        logging.ERROR if distributed_utils.is_master() else logging.DEBUG,  # all ranks know it, one tells it
         "%s ROLLED BACK TO UPDATE %d (%s), AND ON BEHIND THE DATA UP TO HERE: %d updates are given up; rollback %d of at "
         "most %d (common.max_nonfinite)",
         error,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import checkpoint_file
 import checkpoint_utils
+import distributed_utils
 from checkpoint_file import (
     CheckpointDamagedError,
     CheckpointError,
@@ -113,6 +114,19 @@ def test_a_file_that_one_rank_does_not_see_is_an_error_on_all(tmp_path):  # [R8]
     for kind, message, *_ in run_ranks(open_own, 2, [path + ".gone", path], False):
         assert kind == "CheckpointNotFoundError" and "(found by rank 0)" in message
     assert [kind for kind, *_ in run_ranks(open_own, 2, [path, path + ".gone"], False)] == [None, None]
+
+
+def who_failed(paths) -> int | None:
+    try:
+        open_checkpoint(paths[dist.get_rank()], on_all_ranks=True)
+    except checkpoint_file.CheckpointError as error:
+        return distributed_utils.Failure.of(error).rank
+
+
+def test_who_failed_is_the_rank_that_found_it_on_every_rank(tmp_path):
+    path = written(tmp_path)
+    assert run_ranks(who_failed, 2, [path, path + ".gone"]) == [1, 1]
+    assert run_ranks(who_failed, 2, [path + ".gone", path]) == [0, 0]
 
 
 def test_another_file_under_the_same_path_is_noticed(tmp_path):  # [R8]
