@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+import torch.distributed as dist
+
 DDP_BACKENDS = ("pytorch_ddp", "fully_sharded")
 # What takes the place of fairseq's other names. All of them sum gradients once an update here.
 OTHER_BACKENDS = {
@@ -93,6 +96,11 @@ class DistributedTrainingConfig:
                     f"distributed_training.{name}=true is for sharded models: add "
                     "distributed_training.ddp_backend=fully_sharded, or leave it out"
                 )
+        if self.backend != "auto" and (missing := missing_backends(self.backend)):
+            found.append(
+                f"distributed_training.backend={self.backend}: this torch ({torch.__version__}) has no backend "
+                f"{' or '.join(map(repr, missing))}, it has {', '.join(built_backends())}: distributed_training.backend=auto"
+            )
         if self.timeout_s <= 0:
             found.append(
                 f"distributed_training.timeout_s is {self.timeout_s}, but it must be above 0: "
@@ -110,3 +118,15 @@ class DistributedTrainingConfig:
                 f"distributed_training.timeout_s={2 * self.heartbeat_timeout:g}"
             )
         return found
+
+
+def missing_backends(backend: str) -> list[str]:
+    """Of a backend as torch takes it, `NAME` or `DEVICE:NAME,...`, the names that this torch does not have."""
+    names = [part.rpartition(":")[2].strip() for part in backend.split(",")]
+    return [name for name in names if name.lower() not in built_backends()]
+
+
+def built_backends() -> list[str]:
+    """The backends that this torch was built with, and those that others have registered; not that of its own tests."""
+    known = [name for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "fake")]
+    return [name for name in known if dist.is_backend_available(name)]

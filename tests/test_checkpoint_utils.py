@@ -33,7 +33,6 @@ from checkpoint_utils import (
     resets_to_apply,
     stale_checkpoints,
 )
-from checkpoint_utils.choosing import Choice
 from checkpoint_utils.loading import say
 
 

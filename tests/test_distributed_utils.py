@@ -779,3 +779,16 @@ def test_impossible_settings_are_named_with_their_override():
     assert len(problems) == 2
     assert all("distributed_training." in problem and "=" in problem for problem in problems)
     assert distributed_utils.DistributedTrainingConfig().problems() == []
+
+
+@pytest.mark.parametrize("backend, missing", [("foo", "foo"), ("cpu:gloo,cuda:foo", "foo"), ("", ""), ("undefined", "undefined")])
+def test_a_backend_that_torch_does_not_have_is_refused_before_anything_starts(backend, missing):
+    problems = distributed_utils.DistributedTrainingConfig(backend=backend).problems()
+    assert len(problems) == 1 and f"has no backend {missing!r}, it has" in problems[0] and "gloo" in problems[0]
+    assert problems[0].endswith("distributed_training.backend=auto")
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo", "cpu:gloo", "GLOO", "cpu:gloo,cuda:nccl", "nccl"])
+def test_a_backend_that_torch_has_is_taken(backend):
+    has_all = "nccl" not in backend or torch.distributed.is_nccl_available()
+    assert (distributed_utils.DistributedTrainingConfig(backend=backend).problems() == []) == has_all
