@@ -1,5 +1,7 @@
 """The command line: what is typed reaches the config unchanged, mistakes leave with 2 and bring what was meant."""
 
+import contextlib
+import importlib
 import json
 import os
 import shlex
@@ -443,6 +445,26 @@ def test_help_names_groups_options_and_every_field(capsys):
     text = capsys.readouterr().out
     assert "task=digits|dit|language_modeling" in text
     assert all(key in text for key in known_keys())
+
+
+@pytest.mark.parametrize("module", ["cli", "plot", "tasks.sample", "tools.checkpoint", "tools.eval", "tools.verify_resume"])
+def test_a_reader_that_leaves_early_is_no_error(module, monkeypatch, capsys):
+    command = importlib.import_module(f"trainer.{module}")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        try:
+            status = cli.run(["--help"]) if command is cli else command.main(["--help"])
+        except SystemExit as leaving:  # argparse's
+            status = leaving.code
+        with contextlib.suppress(BrokenPipeError if command is cli else ()):  # launch.leave sees to it for `fairtrain`
+            stdout.flush()
+            stdout.write("more")
+        monkeypatch.undo()
+        if command is cli:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
+    assert status == 0 and capsys.readouterr().err == ""
 
 
 def test_hydras_own_view_of_the_config_works(capsys):

@@ -43,6 +43,8 @@ def run(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"fairtrain: {error}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:  # of what is printed here: a run reports its own errors
+        return DONE
     except Exception:
         traceback.print_exc()
         return FAILED

@@ -19,6 +19,7 @@ from typing import Any, Iterator, Sequence
 
 from trainer.errors import ConfigError
 from trainer.logs import LOG_FILE, read_log
+from trainer.printed import as_long_as_it_is_read
 
 _MAX_POINTS = 2000  # of a curve: more are not to be told apart on a picture
 # Told apart by colour-blind eyes too (Okabe and Ito's palette).
@@ -43,6 +44,7 @@ class Panel:
     log_scale: bool = False
 
 
+@as_long_as_it_is_read
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
@@ -56,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"fairtrain-plot: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head`: enough has been read; the flush at the end of Python must not fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

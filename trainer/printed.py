@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 WIDEST = 60  # characters of a cell
@@ -63,3 +66,35 @@ def first(names: Iterable[str], count: int = 10) -> str:
     """The first few names, and how many more there are."""
     names = list(names)
     return ", ".join(names[:count]) + (f", and {len(names) - count} more" if len(names) > count else "")
+
+
+def as_long_as_it_is_read(main: Callable[..., int]) -> Callable[..., int]:
+    """A console script whose reader may leave early, as `| head` does: what is left is thrown away, the status stays."""
+
+    @functools.wraps(main)
+    def command(*args: Any, **kwargs: Any) -> int:
+        try:
+            return main(*args, **kwargs)
+        except BrokenPipeError:
+            return 0
+        finally:
+            _drop_what_nobody_reads()
+
+    return command
+
+
+def show(text: str) -> None:
+    """Print to stdout; without a reader, nothing."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _drop_what_nobody_reads()
+
+
+def _drop_what_nobody_reads() -> None:
+    """Flush stdout; if nobody reads it, let the flush at the end of Python go nowhere instead of failing."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 import checkpoint_file
 import checkpoint_utils
 from trainer.errors import ConfigError
+from trainer.printed import as_long_as_it_is_read
 from trainer.randomness import seed_all
 
 DIT_TARGET = "trainer.tasks.dit.model.DiT"
 LANGUAGE_MODEL_TARGET = "trainer.tasks.language_modeling.model.TransformerLM"
 
 
+@as_long_as_it_is_read
 def main(argv: Sequence[str] | None = None) -> int:
     """Status: 0 done, 2 bad input, 1 anything else."""
     arguments = parser().parse_args(argv)
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, checkpoint_file.CheckpointError) as error:
         print(f"fairtrain-sample: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise
     except OSError as error:
         print(f"fairtrain-sample: {error.filename or arguments.output}: {error.strerror or error}", file=sys.stderr)
         return 1

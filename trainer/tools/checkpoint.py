@@ -6,12 +6,12 @@ Status: 0 fine; 1 different or damaged, or the output could not be written; 2 ba
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from checkpoint_file import CheckpointDamagedError, CheckpointError, CheckpointWriteError
 from trainer.errors import ConfigError
+from trainer.printed import as_long_as_it_is_read
 from trainer.tools import average, diff, export, import_, inspect, merge_config, prune, verify
 
 FINE, DIFFERENT, BAD_INPUT = 0, 1, 2
@@ -27,6 +27,7 @@ COMMANDS = {
 }
 
 
+@as_long_as_it_is_read
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
@@ -35,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return told(error, DIFFERENT)
     except (ConfigError, CheckpointError) as error:
         return told(error, BAD_INPUT)
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FINE
+    except BrokenPipeError:
+        raise
     except OSError as error:
         return told(f"{error.filename or ''}: {error.strerror or error}", DIFFERENT)
 

@@ -22,13 +22,14 @@ from trainer.config import complete_config, get_target
 from trainer.data import valid_subsets
 from trainer.errors import ConfigError
 from trainer.lr_scheduler import Fixed
-from trainer.printed import as_json, table
+from trainer.printed import as_json, as_long_as_it_is_read, show, table
 from trainer.tools.opened import mapping, open_any
 from trainer.trainer import Trainer
 
 BAD_INPUT = 2
 
 
+@as_long_as_it_is_read
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch.set_num_threads(cfg.common.num_threads)
         rows = evaluated(cfg, files, arguments.ema)
         if distributed_utils.is_master():
-            print(as_json(rows) if arguments.json else "\n".join(lines_of(rows)), flush=True)
+            show(as_json(rows) if arguments.json else "\n".join(lines_of(rows)))
         return 0
 
     ranks = [sys.executable, "-m", "trainer.tools.eval"]

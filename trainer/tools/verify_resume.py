@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import typed_keys
-from trainer.printed import as_json
+from trainer.printed import as_json, as_long_as_it_is_read
 from trainer.tools.causes import Finding, Outcome, explain
 from trainer.tools.traces import Trace, read_trace, saved_differences
 
@@ -28,6 +28,7 @@ OURS = ("run_dir", "checkpoint.save_dir", "resume")  # what a trial needs for it
 Start = Callable[[list[str], dict[str, str]], tuple[int, str]]  # (words, environment) to (status, output)
 
 
+@as_long_as_it_is_read
 def main(argv: Sequence[str] | None = None, start: Start | None = None) -> int:
     arguments = parser().parse_intermixed_args(argv)
     problem = problem_of(arguments)
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None, start: Start | None = None) -> int:
         except RunFailed as failed:
             print(f"fairtrain-verify-resume: {failed}", file=sys.stderr)
             return BAD_INPUT
-    report(finding, arguments)
+    with contextlib.suppress(BrokenPipeError):  # whoever reads it may have seen enough; the status counts
+        report(finding, arguments)
     return EXACT if finding.difference is None else NOT_EXACT
 
 
