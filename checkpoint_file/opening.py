@@ -14,7 +14,7 @@ import torch
 import distributed_utils
 from checkpoint_file.archive import Place
 from checkpoint_file.dcp_metadata import METADATA
-from checkpoint_file.errors import CheckpointError, NotACheckpointError, agree_on_error
+from checkpoint_file.errors import CheckpointError, CheckpointNotFoundError, NotACheckpointError, agree_on_error
 from checkpoint_file.folder_contents import FolderSource, verify_folder
 from checkpoint_file.joined import verify_parts
 from checkpoint_file.kinds import open_source
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 DCP_HINT = (
     ". It is a folder of torch.distributed.checkpoint without the fairtrain.pt of ours; a run goes on from it with "
     "checkpoint.restore_file=FOLDER, and takes its parameters alone with checkpoint.finetune_from_model=FOLDER"
+)
+NOT_EVERYWHERE = (
+    ", though rank 0 sees it. Leave out checkpoint.load_checkpoint_on_all_dp_ranks=true: then rank 0 reads for all ranks"
 )
 
 
@@ -88,6 +91,8 @@ def open_checkpoint(
         if on_all_ranks:
             told = distributed_utils.all_gather_list(reader and reader._source.signature(), group)
             if None in told:
+                if told[0] is not None and isinstance(error, CheckpointNotFoundError):
+                    error = CheckpointNotFoundError(path, error.problem + NOT_EVERYWHERE)
                 agree_on_error(error, group)
             for rank, signature in enumerate(told):
                 if signature != told[0]:

@@ -9,9 +9,11 @@ every instant; a config that was there before is in `.hydra/N/` before it is rep
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from trainer.lease import NAME, HeldError, Lease
 logger = logging.getLogger(__name__)
 
 KEPT = ("config.yaml", "overrides.yaml")
+SEEN_WITHIN_S = 1.0
 
 
 def prepare(run_dir: str, cfg: DictConfig, is_master: bool, typed: Sequence[str] = ()) -> RunFolder:
@@ -51,6 +54,19 @@ def folder_of_checkpoints(save_dir: Path, run_dir: Path) -> Path | None:
     if save_dir.resolve().is_relative_to(run_dir.resolve()):
         return None
     return save_dir.parent if (save_dir.parent / NAME).exists() else save_dir
+
+
+def is_seen(path: Path) -> bool:
+    """Whether another machine's new file is there, a moment given to mounts that remember what was absent."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        for folder in (path.parent.parent, path.parent):
+            with contextlib.suppress(OSError):
+                os.listdir(folder)  # over NFS, asks the server anew
+        time.sleep(0.1)
+    return True
 
 
 class RunFolder:

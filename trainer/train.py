@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import shlex
 import tempfile
 import time
@@ -144,6 +145,7 @@ class Run:
         alike.check_data({name: self.trainer.dataset(name) for name in names})
         self.folder = together(lambda: run_folder.prepare(cfg.run_dir, cfg, self.is_master, self.typed))
         together(self._make_save_dir)
+        self._check_shared()
         together(self._leave_if_told)
         self.time_limit = self._end_of_job()
         self.heartbeat.enter("loading")
@@ -190,6 +192,23 @@ class Run:
                 f"checkpoint.save_dir={save_dir} cannot be written ({error.strerror}). "
                 "Choose another with checkpoint.save_dir=..., or train without checkpoints: checkpoint.no_save=true"
             ) from error
+
+    def _check_shared(self) -> None:
+        """Collective: where each rank writes its part of a folder, all must see what rank 0 writes there."""
+        if self.checkpoint_cfg.no_save or not self.trainer.use_sharded_state:
+            return
+        save_dir = Path(self.remote.section.save_dir).expanduser()
+        mark = together(lambda: tempfile.NamedTemporaryFile(dir=save_dir) if self.is_master else None)
+        name = distributed_utils.broadcast_object(mark and os.path.basename(mark.name))
+        seen = distributed_utils.all_gather_list(run_folder.is_seen(save_dir / name))
+        if mark is not None:
+            mark.close()
+        if not all(seen):
+            raise ConfigError(
+                f"checkpoint.save_dir={save_dir}: rank {seen.index(False)} does not see the folder of rank 0, and folders "
+                "need one that all ranks share. Choose such a one with checkpoint.save_dir=FOLDER, or leave out "
+                "distributed_training.use_sharded_state=true"
+            )
 
     def _total_updates(self) -> int | None:
         """The last update of the run as far as the limits tell."""

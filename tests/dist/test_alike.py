@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+import checkpoint_file
 from tests.dist.harness import run_ranks
 from tests.resume.harness import config
 from tests.resume.task import Toy
-from trainer import alike
+from trainer import alike, run_folder
 from trainer.config import complete_config
 from trainer.errors import ConfigError
 from trainer.train import main
@@ -53,6 +55,28 @@ def _started(folder: str, cls: type = Toy, **sections) -> str:
         return str(error)
 
 
+def _apart(folder: str) -> dict[str, str]:
+    """What ranks say that do not see the same folder under one path; whether anything is left of the start."""
+    is_odd, run_dir = torch.distributed.get_rank() == ODD, Path(folder) / "apart"
+    here, own = os.getcwd(), Path(folder) / ("elsewhere" if is_odd else "here")
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    run_folder.SEEN_WITHIN_S = 0.1
+    shared = {"distributed_training": {"use_sharded_state": True}, "checkpoint": {"save_dir": "checkpoints"}}
+    told = {"folder": _started(str(run_dir), **shared)}
+    torch.distributed.barrier()
+    told["left"] = str(run_dir.exists() or Path("checkpoints").exists())
+    if torch.distributed.get_rank() == 0:
+        torch.save({"model": {}}, "a.pt")
+    torch.distributed.barrier()
+    try:
+        checkpoint_file.open_checkpoint("a.pt", on_all_ranks=True, own_format=False)
+    except checkpoint_file.CheckpointError as error:
+        told["reading"] = str(error)
+    os.chdir(here)
+    return told
+
+
 def _cases(folder: str) -> dict[str, str]:
     is_odd = torch.distributed.get_rank() == ODD
     lr = {"lr": 0.25 if is_odd else 0.5, "max_update": 1}
@@ -63,6 +87,7 @@ def _cases(folder: str) -> dict[str, str]:
         "model": _started(folder, Wider),
         "length": _started(folder, Longer),
         "fingerprint": _started(folder, OtherTable),
+        **_apart(folder),
         "alike": _started(folder, optimization={"max_update": 1}),
         "nested": alike.first_difference({"a": 1, "b": None if is_odd else 2}),
     }
@@ -81,6 +106,18 @@ def cases(tmp_path_factory):
         ("code", ["task._target_ is 'tests.resume.task.Toy' on rank 0 and 'tests.dist.test_alike.Longer' on rank 2"]),
         ("model", ["head.weight is float32[2, 8] on rank 0 and float64[2, 8] on rank 2"]),
         ("length", ["the number of samples of train is ", " on rank 2", "the same data"]),
+        (
+            "folder",
+            [
+                "save_dir=checkpoints: rank 2 does not see the folder of rank 0",
+                "leave out distributed_training.use_sharded_s",
+            ],
+        ),
+        ("left", ["False"]),
+        (
+            "reading",
+            ["a.pt: no such file", "Leave out checkpoint.load_checkpoint_on_all_dp_ranks=true", "found by rank 2"],
+        ),
         ("fingerprint", ["the fingerprint of train is table 0 on rank 0 and table 1 on rank 2"]),
     ],
 )
