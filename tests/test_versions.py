@@ -14,7 +14,8 @@ from checkpoint_file.folder_contents import FOLDER_VERSION
 from checkpoint_file.versions import MIGRATIONS, upgraded
 from tests.fixtures.make_formats import UPDATES
 from tests.resume.harness import config, read_log, run_to_status
-from trainer.start_report import changed_settings
+from trainer.config import complete_config, to_plain
+from trainer.start_report import changed_settings, with_real_ranks
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
 RELEASED = [
@@ -87,3 +88,13 @@ def test_a_table_says_who_brought_each_value():
         "model.dim": "typed",
     }
     assert changed_settings("no config at all", now, [])  # whatever a file holds
+
+
+def test_the_row_of_the_ranks_tells_how_many_trained():
+    key = "distributed_training.distributed_world_size"
+    now = to_plain(complete_config({"optimization": {"max_update": 3}}))
+    saved = {**now, "distributed_training": {**now["distributed_training"], "distributed_world_size": 2}}
+    rows = changed_settings(saved, now, [])  # by our launcher, then by torchrun
+    assert with_real_ranks(rows, 2, 2) == []
+    assert with_real_ranks(rows, 2, 4) == [{"key": key, "saved": 2, "now": 4, "from": "launch"}]
+    assert with_real_ranks(rows, 2, 1) == with_real_ranks(rows, None, 1) == rows

@@ -13,6 +13,7 @@ from trainer.printed import table
 from trainer.state import LoadReport
 
 NEW, GONE, UNREADABLE = "new setting", "no longer a setting", "the saved config cannot be read"
+WORLD_SIZE = "distributed_training.distributed_world_size"
 
 
 def changed_settings(saved: Any, now: Mapping[str, Any], typed: Iterable[str]) -> list[dict[str, Any]]:
@@ -29,6 +30,21 @@ def changed_settings(saved: Any, now: Mapping[str, Any], typed: Iterable[str]) -
         {"key": key, "saved": old, "now": new, "from": _source(key, old, new, options, defaults)}
         for key, old, new in config_differences(saved, now)
     ]
+
+
+def with_real_ranks(rows: list[dict[str, Any]], saved: int | None, now: int) -> list[dict[str, Any]]:
+    """The rows with the ranks that trained, whoever started them, for what our launcher was told; none if they are equal.
+
+    saved: None where the file does not tell it; then the rows stay. from: "launch" where torchrun or srun decided.
+    """
+    found = []
+    for row in rows:
+        if row["key"] == WORLD_SIZE and saved is not None:
+            if saved == now:
+                continue
+            row = {**row, "saved": saved, "now": now, "from": row["from"] if row["now"] == now else "launch"}
+        found.append(row)
+    return found
 
 
 def _source(key: str, old: Any, new: Any, options: Mapping[str, str], defaults: Mapping[str, Any]) -> str:

@@ -236,6 +236,8 @@ class Run:
             logger.info("fresh run in %s", self.cfg.run_dir)
             return
         changed = start_report.changed_settings(report.saved_cfg, to_plain(self.cfg), self.typed)
+        ranks = (extra_state or {}).get("ranks")
+        changed = start_report.with_real_ranks(changed, ranks, self.trainer.data_parallel_world_size)
         kind = "continue" if extra_state is not None else "finetune"
         lines = start_report.lines_of(report, kind, self.itr.epoch, changed)
         lines += self._limits_of_equality(extra_state or {})
