@@ -126,6 +126,28 @@ def test_tensors_of_another_shape_are_skipped_or_taken_in_part(tmp_path, mismatc
     assert [line for line in trainer.load_report.fresh if "of the model" in line] == fresh
 
 
+class Biased(Net):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.full((size,), float(size)))
+
+
+def test_a_buffer_of_another_shape_is_taken_where_a_run_continues_and_said_else_it_is_as_a_parameter(tmp_path):
+    path = trained(tmp_path, Biased(16))
+    trainer = trainer_of(Biased(8))
+    trainer.load_checkpoint(path)
+    assert trainer.model.bias.tolist() == [16.0] * 16
+    assert "buffers that took the shape of the file: bias [16], here [8]" in trainer.load_report.restored
+    with pytest.raises(ModelMismatchError, match=r"other shape \(1\): bias \(file \[16\], here \[8\]\)"):
+        trainer_of(Biased(8)).load_model(path)
+    for mismatch in ("skip", "slice"):
+        for load in (Trainer.load_checkpoint, Trainer.load_model):
+            trainer = trainer_of(Biased(8), load_shape_mismatch=mismatch)
+            load(trainer, path)
+            assert trainer.model.bias.tolist() == [8.0 if mismatch == "skip" else 16.0] * 8
+            assert torch.equal(trainer.ema.state_dict()["bias"], trainer.model.bias)
+
+
 def test_another_count_than_expected_is_refused(tmp_path):
     path = trained(tmp_path, Net())
     with pytest.raises(ConfigError, match=r"a.pt: 2 tensors are taken, checkpoint.load_expected_count=5"):

@@ -39,17 +39,24 @@ def own_layout(
 
 
 def fill_modules(
-    model: nn.Module, criterion: Any, saved: Mapping[str, Any], reader: Any, selection: Selection, report: state.LoadReport
+    model: nn.Module,
+    criterion: Any,
+    saved: Mapping[str, Any],
+    reader: Any,
+    selection: Selection,
+    report: state.LoadReport,
+    continues: bool = True,
 ) -> list[str]:
     """Fill model and criterion; returns the names of what was not taken as it is, which starts fresh.
 
+    continues: the run goes on, so that buffers may take the shape of the file (state.plan_module).
     Raises: state.ModelMismatchError, ConfigError where another number of tensors is taken than was demanded.
     """
     modules = [("model", "", model)]
     if isinstance(criterion, nn.Module):
         modules.append(("criterion", "criterion.", criterion))
     plans = [
-        state.plan_module(module, saved.get(key) or {}, report.path, key, selection, prefix)
+        state.plan_module(module, saved.get(key) or {}, report.path, key, selection, prefix, continues)
         for key, prefix, module in modules
     ]
     file_names = [prefix + name for key, prefix, _ in modules for name in saved.get(key) or {}]
@@ -62,6 +69,8 @@ def fill_modules(
     for key, _, module in modules:
         state.load_module_extras(module, saved.get(key) or {}, reader.materialize)
     report.add_module(plans[0])
+    grown = [text for plan in plans for text in plan.grown]
+    report.restored += [f"buffers that took the shape of the file: {'; '.join(grown)}"] if grown else []
     return [prefix + name for (_, prefix, _), plan in zip(modules, plans) for name in (*plan.fresh, *plan.sliced)]
 
 

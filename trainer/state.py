@@ -169,6 +169,7 @@ class ModulePlan:
     """What a module takes from a saved state: pairs (saved tensor, own tensor), whole ones and ones of another shape.
 
     taken, sliced, fresh: names of the module, each in one of them. left: names that the file has and nobody takes.
+    grown: "name [shape in the file], here [shape]" of buffers that took the shape of the file.
     """
 
     pairs: list[tuple[Any, Tensor]] = field(default_factory=list)
@@ -177,28 +178,33 @@ class ModulePlan:
     sliced: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    grown: list[str] = field(default_factory=list)
 
 
 def plan_module(
-    module: nn.Module, saved: Mapping[str, Any], path: str, part: str, selection: Selection = WHOLE, prefix: str = ""
+    module: nn.Module,
+    saved: Mapping[str, Any],
+    path: str,
+    part: str,
+    selection: Selection = WHOLE,
+    prefix: str = "",
+    continues: bool = True,
 ) -> ModulePlan:
-    """What fills `module`, or the part of it that `selection` asks for. Buffers take the shape that was saved.
+    """What fills `module`, or the part of it that `selection` asks for.
 
+    Buffers take the shape that was saved where the run `continues` and `selection` says nothing of other shapes, since
+    training may have made them grow; else they are treated as parameters are.
     Raises: ModelMismatchError with all missing, unexpected and differently shaped names at once.
     """
     tensors = selection.tensors({name: value for name, value in saved.items() if hasattr(value, "shape")}, prefix)
-    _make_room_for_buffers(module, tensors)
+    grown = _make_room_for_buffers(module, tensors, continues and selection.shape_mismatch == "error", prefix)
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     other_shape = [n for n in own if n in tensors and tuple(tensors[n].shape) != tuple(own[n].shape)]
-    sliced = []
-    if selection.shape_mismatch == "slice":
-        sliced = [name for name in other_shape if len(tensors[name].shape) == own[name].dim()]
+    same_rank = [name for name in other_shape if len(tensors[name].shape) == own[name].dim()]
+    sliced = same_rank if selection.shape_mismatch == "slice" else []
     skipped = other_shape if selection.shape_mismatch == "skip" else []
-    shapes = [
-        f"{name} (file {list(tensors[name].shape)}, here {list(own[name].shape)})"
-        for name in other_shape
-        if name not in sliced and name not in skipped
-    ]
+    refused = [name for name in other_shape if name not in sliced and name not in skipped]
+    shapes = [f"{name} (file {list(tensors[name].shape)}, here {list(own[name].shape)})" for name in refused]
     missing = [name for name in own if name not in tensors and selection.takes(prefix + name)]
     unexpected = [name for name in tensors if name not in own]
     if missing or unexpected or shapes:
@@ -212,6 +218,7 @@ def plan_module(
         sliced=sliced,
         fresh=[name for name in own if name not in whole and name not in sliced],
         left=[name for name in saved if selection.name_here(prefix + name)[len(prefix) :] not in tensors] + skipped,
+        grown=grown,
     )
 
 
@@ -237,18 +244,23 @@ def copy_common_part(source: Tensor, target: Tensor) -> None:
     local[part].copy_(source[part])
 
 
-def _make_room_for_buffers(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Persistent buffers that grew, or that a fresh module does not have yet, become empty ones of the saved shape."""
-    modules = dict(module.named_modules())
+def _make_room_for_buffers(module: nn.Module, saved: Mapping[str, Any], may_grow: bool, prefix: str) -> list[str]:
+    """Buffers that a fresh module does not have yet, and those of another shape if they `may_grow`, become empty ones of
+    the saved shape; returns the latter, as ModulePlan.grown."""
+    modules, grown = dict(module.named_modules()), []
     for name, value in saved.items():
-        prefix, _, leaf = name.rpartition(".")
-        owner = modules.get(prefix)
+        place, _, leaf = name.rpartition(".")
+        owner = modules.get(place)
         if owner is None or leaf not in owner._buffers or not hasattr(value, "shape"):
             continue
         buffer = owner._buffers[leaf]
-        if buffer is None or tuple(buffer.shape) != tuple(value.shape):
-            device = buffer.device if buffer is not None else _device_of(module)
-            owner._buffers[leaf] = torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
+        if buffer is not None and (not may_grow or tuple(buffer.shape) == tuple(value.shape)):
+            continue
+        if buffer is not None:
+            grown.append(f"{prefix}{name} {list(value.shape)}, here {list(buffer.shape)}")
+        device = buffer.device if buffer is not None else _device_of(module)
+        owner._buffers[leaf] = torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
+    return grown
 
 
 def _device_of(module: nn.Module) -> torch.device:

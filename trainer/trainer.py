@@ -695,7 +695,7 @@ class Trainer:
         with self._open(filename) as reader:
             saved = self._layout_of(reader, self._selection, self.load_report)
             self.load_report.saved_cfg = saved.get("cfg") or {}
-            loading.fill_modules(self.model, self.criterion, saved, reader, self._selection, self.load_report)
+            loading.fill_modules(self.model, self.criterion, saved, reader, self._selection, self.load_report, False)
         if self.ema is not None:
             self.ema.restart()
         self._watched.remember()
