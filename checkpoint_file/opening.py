@@ -16,6 +16,7 @@ from checkpoint_file.archive import Place
 from checkpoint_file.dcp_metadata import METADATA
 from checkpoint_file.errors import CheckpointError, CheckpointNotFoundError, NotACheckpointError, agree_on_error
 from checkpoint_file.folder_contents import FolderSource, verify_folder
+from checkpoint_file.folder_writing import OWN_RECORD
 from checkpoint_file.joined import verify_parts
 from checkpoint_file.kinds import open_source
 from checkpoint_file.nests import map_leaves
@@ -41,6 +42,7 @@ def open_local_checkpoint(
     """As `open_checkpoint`, for this process alone: nothing in it is collective."""
     path = os.fspath(path)
     is_folder = is_dcp_folder(path)
+    refuse_part_of_folder(path)
     source = (FolderSource if is_folder else open_source)(path, read_method)
     try:
         skeleton = source.skeleton(own_format)
@@ -148,6 +150,14 @@ def verify_checkpoint(path: str | os.PathLike) -> list[str]:
     if is_dcp_folder(path):
         return verify_folder(path)
     return verify_parts(os.fspath(path), verify_file) if os.path.isdir(path) else verify_file(path)
+
+
+def refuse_part_of_folder(path: str) -> None:
+    """Raise NotACheckpointError where `path` is one of the files of a torch.distributed.checkpoint folder."""
+    folder, name = os.path.split(os.path.abspath(path))
+    is_part = name in (METADATA, OWN_RECORD) or name.endswith(".distcp")
+    if is_part and os.path.isfile(path) and is_dcp_folder(folder):
+        raise NotACheckpointError(path, f"is a part of the checkpoint folder {folder}: name the folder")
 
 
 def is_dcp_folder(path: str | os.PathLike) -> bool:

@@ -65,6 +65,15 @@ def folder(tmp_path) -> Path:
     return tmp_path / "checkpoints"
 
 
+def test_a_file_of_a_folder_given_for_the_folder_is_refused_by_its_name(folder):
+    save_folder_at(config(folder), 10)
+    whole = folder / "checkpoint_last"
+    for name in os.listdir(whole):
+        with pytest.raises(checkpoint_file.NotACheckpointError) as caught:
+            checkpoint_file.open_local_checkpoint(whole / name, own_format=False)
+        assert str(caught.value).startswith(f"{whole / name}: is a part of the checkpoint folder {whole}: name the folder")
+
+
 # ---- names, links and retention
 
 
