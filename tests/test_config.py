@@ -229,6 +229,7 @@ def test_a_section_that_is_no_mapping_is_refused(value):
 def test_a_value_out_of_range_is_refused_by_name(section, field, value):
     message = refusal(with_stop(**{section: {field: value}}))
     assert f"{section}.{field} is {value}" in message and "must be" in message
+    assert "or less" not in message  # no advice that follows from a value that is none
 
 
 def test_the_ranges_include_their_ends():

@@ -261,6 +261,13 @@ def test_a_global_batch_size_gives_the_same_updates_at_any_number_of_ranks(
     assert [sorted(sum(update, [])) for update in updates] == [sorted(update) for update in whole]
 
 
+def test_a_global_batch_beyond_an_epoch_is_said_once(caplog):
+    for size, times in ((20, 0), (21, 1)):
+        caplog.clear()
+        ranks_of(Numbers(20), 2, batch_size=2, global_batch_size=size)
+        assert caplog.text.count("global_batch_size=21 is more than the 20 samples of dataset.train_subset=train") == times
+
+
 def test_batch_size_may_be_traded_for_update_freq():
     wide, narrow = ranks_of(Numbers(50), 2, batch_size=4), ranks_of(Numbers(50), 2, batch_size=2, update_freq=2)
     samples = [[sorted(sum(update, [])) for update in take_updates(ranks)] for ranks in (wide, narrow)]

@@ -24,6 +24,16 @@ from trainer.tools.statistics import Distance, Statistics
 # ---- inspect
 
 
+def test_inspect_of_the_folder_of_a_run_looks_into_its_last_checkpoint(tmp_path, capsys):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    path = saved(folder / "checkpoint_1_10.pt")
+    (folder / "checkpoint_last.pt").symlink_to(path)
+    for of_run in (tmp_path, folder):
+        status, report = run_json(capsys, "inspect", of_run)
+        assert status == 0 and report["path"] == str(folder / "checkpoint_last.pt")
+
+
 def test_inspect_tells_the_run_its_place_and_what_is_in_it(tmp_path, capsys):
     path = saved(tmp_path / "a.pt", num_updates=42)
     status, report = run_json(capsys, "inspect", path, "--tensors", "--stats", "--config", "--depth", 2)

@@ -467,7 +467,7 @@ def cross_problems(sections: Mapping[str, Any], cfg: DictConfig) -> list[str]:
 
 def _batch_size_problems(optimization: Any, dataset: Any) -> list[str]:
     size = optimization.global_batch_size
-    if not size:
+    if size <= 0:  # none; a negative one is refused as out of range
         return []
     found = []
     if optimization.update_freq != 1:

@@ -14,6 +14,7 @@ number of ranks are plain arguments, so that anybody can ask what any rank would
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -34,6 +35,12 @@ from trainer.data_order import (
 from trainer.data_workers import DatasetError, Fetcher, WorkerPool, collation_of
 from trainer.errors import ConfigError
 from trainer.foreign.position import ELSEWHERE, position_here
+
+logger = logging.getLogger(__name__)
+
+BEYOND_AN_EPOCH = (
+    "optimization.global_batch_size=%d is more than the %d samples of dataset.train_subset=%s: an update has a whole epoch"
+)
 
 __all__ = [
     "BatchIterator",
@@ -171,6 +178,8 @@ class EpochBatchIterator:
         self._current: _Updates | None = None
         self._items_of_an_epoch = self._count_items(cfg.train_subset)
         self._check_that_an_epoch_has_updates()
+        if rank == 0 and global_batch_size > self.num_samples:
+            logger.warning(BEYOND_AN_EPOCH, global_batch_size, self.num_samples, cfg.train_subset)
 
     # ---- positions, by arithmetic
 

@@ -28,13 +28,21 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     reports = []
     for path in arguments.files:
-        with open_any(path) as checkpoint:
+        with open_any(checkpoint_at(path)) as checkpoint:
             reports.append(report_on(checkpoint, arguments.depth, arguments.tensors, arguments.stats, arguments.config))
     if arguments.json:
         print(as_json(reports[0] if len(reports) == 1 else reports))
     else:
         print("\n\n".join("\n".join(lines_of(report)) for report in reports))
     return 0
+
+
+def checkpoint_at(path: str) -> str:
+    """`path`; where it is the folder of a run or of its checkpoints, the newest one, checkpoint_last, in it."""
+    folder = os.path.expanduser(path)
+    names = [os.path.join(*inner, last) for inner in ((), ("checkpoints",)) for last in ("checkpoint_last", "checkpoint_last.pt")]
+    found = [file for name in names if os.path.exists(file := os.path.join(folder, name))]
+    return max(found, key=os.path.getmtime) if found else path
 
 
 # ---- what is known
