@@ -1,5 +1,6 @@
 """The folder of a run: one live run at a time, the config kept whole, and found again."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
+from tests import disk
 from trainer import lease, run_folder
 from trainer.config import complete_config, to_plain
 from trainer.errors import ConfigError
@@ -45,6 +47,26 @@ def test_nothing_but_the_lock_is_written_before_the_config_is_good(cfg):
     folder = run_folder.prepare(cfg.run_dir, cfg, True)
     assert os.listdir(cfg.run_dir) == [".lock"]
     folder.close()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("name", [".lock", "config.yaml.new", "overrides.yaml.new"])
+def test_a_disk_that_is_full_at_the_start_leaves_nothing(cfg, name, is_there):
+    def around(call, do):
+        if call.kind == "write" and call.path.endswith(name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return do()
+
+    if is_there:
+        os.mkdir(cfg.run_dir)
+    with disk.seen(os.path.dirname(cfg.run_dir), around):
+        with pytest.raises(ConfigError, match="No space left on device"):
+            folder = run_folder.prepare(cfg.run_dir, cfg, True)
+            try:
+                folder.write_config()
+            finally:
+                folder.discard()
+    assert os.path.exists(cfg.run_dir) == is_there and not (is_there and os.listdir(cfg.run_dir))
 
 
 def test_the_config_is_kept_and_each_earlier_one_too(cfg):

@@ -76,13 +76,16 @@ class RunFolder:
         self.path, self._cfg, self._typed = path, cfg, list(typed)
         self._lease: Lease | None = None
         self._made: list[Path] = []  # the folders that this start made, innermost first
+        self._lock_is_new = False
 
     def hold(self, override: str = "run_dir") -> None:
         """Take the folder, or say who has it. override: the setting that named it."""
         try:
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            self._lock_is_new = not (self.path / NAME).exists()
             self._take()
         except OSError as error:
+            self._remove_empty()
             raise ConfigError(
                 f"{override} {str(self.path)!r} cannot be written ({error.strerror}). Choose another with {override}=..."
             ) from error
@@ -108,15 +111,26 @@ class RunFolder:
             self._lease.check(surely)
 
     def discard(self) -> None:
-        """This start is refused: take away the folders that it made, if nobody has put anything in them."""
-        if self._lease is not None and self._made and os.listdir(self.path) == [NAME]:
+        """This start is refused: take away its lock and the folders that it made, if nobody has put anything in them."""
+        if self._lease is not None and self._lock_is_new and os.listdir(self.path) == [NAME]:
             os.unlink(self.path / NAME)
-            for folder in self._made:
-                try:
-                    folder.rmdir()
-                except OSError:
-                    break  # somebody else uses it
+            self._remove_made()
         self.close()
+
+    def _remove_empty(self) -> None:
+        """The folder could not be taken: a lock without a word, for want of room, is nobody's."""
+        lock = self.path / NAME
+        with contextlib.suppress(OSError):
+            if self._lock_is_new and lock.stat().st_size == 0:
+                lock.unlink()
+        self._remove_made()
+
+    def _remove_made(self) -> None:
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except OSError:
+                break  # somebody else uses it, or it was never made
 
     def write_config(self) -> None:
         """Keep this start's config and overrides in `.hydra/`, what was there before in `.hydra/N/`."""
@@ -127,12 +141,15 @@ class RunFolder:
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_plain(self._cfg))),
             "overrides.yaml": OmegaConf.to_yaml(OmegaConf.create(list(self._typed))),
         }
+        is_new = not kept.exists()
         try:
             kept.mkdir(exist_ok=True)
             _keep_earlier(kept)
             for name, text in texts.items():
                 _replace(kept / name, text)
         except OSError as error:
+            if is_new:
+                shutil.rmtree(kept, ignore_errors=True)
             raise ConfigError(
                 f"{kept} cannot be written ({error.strerror}). Choose another folder with run_dir=..."
             ) from error
@@ -158,11 +175,15 @@ def _keep_earlier(kept: Path) -> None:
 
 def _replace(path: Path, text: str) -> None:
     new = path.with_name(path.name + ".new")
-    with open(new, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    try:
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 # The config of a run that was

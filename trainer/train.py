@@ -153,8 +153,8 @@ class Run:
         extra_state, self.itr = checkpoint_utils.load_checkpoint(self.remote.section, self.trainer)
         self.heartbeat.enter("start-up", self.trainer.get_num_updates())
         self._check_metric()
-        logs.open_file()
         together(self.folder.write_config)
+        logs.open_file()  # after what may be refused for want of room: it is not taken away again
         self.log = self.trainer.log = RunLog(cfg.run_dir, cfg.common, self.is_master, run_id=self.trainer.run_id)
         num_updates = self.trainer.get_num_updates()
         self.log.cut_after(num_updates)
