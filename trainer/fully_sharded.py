@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 import distributed_utils
 from trainer import optim
@@ -77,17 +78,19 @@ def wrap(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     half = precision.dtype if cfg.gather_in_half_precision else None
-    units = [*_inner_first(model, modules), model]
+    norms = {id(m): m for m in model.modules() if half and isinstance(m, _NormBase)}  # whose buffers stay float32
+    units = [*_inner_first(model, [*modules, *norms.values()]), model]
     whole = _kept_whole(model, units)
     settings = {
         "mesh": init_device_mesh(device.type, (torch.distributed.get_world_size(),)),
-        # Inputs stay as they are: timesteps and positions would lose digits, and autocast casts what may be cast.
-        "mp_policy": MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if cfg.cpu_offload else OffloadPolicy(),
         "ignored_params": whole,
     }
     for unit in units:
-        fully_shard(unit, **settings)
+        dtype = None if id(unit) in norms else half
+        # Inputs stay as they are: timesteps and positions would lose digits, and autocast casts what may be cast.
+        policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
+        fully_shard(unit, mp_policy=policy, **settings)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other kind
     _count_unused_as_zero(model, cfg.find_unused_parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +154,21 @@ def _bytes_held(folder: str) -> dict:
     return {"held": held, "whole": whole, "largest": largest}
 
 
+def _norms_gathered_in_half() -> list[torch.dtype]:
+    from trainer import fully_sharded
+    from trainer.precision import BFloat16
+
+    block = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8))
+    model = torch.nn.Sequential(block, torch.nn.Tanh(), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    cfg = SimpleNamespace(gather_in_half_precision=True, cpu_offload=False, find_unused_parameters=False)
+    precision = BFloat16(torch.device("cpu"))
+    fully_sharded.wrap(model, fully_sharded.blocks_of(model), torch.device("cpu"), cfg, precision)
+    with precision.autocast():
+        loss = model(torch.randn(4, 6)).float().square().sum()
+    loss.backward()
+    return [block[0].weight.grad.dtype, model[2].weight.grad.dtype, model[2].running_mean.dtype]
+
+
 def _cases(folder: str) -> dict:
     in_half = {"gather_in_half_precision": True}
     return {
@@ -164,6 +180,7 @@ def _cases(folder: str) -> dict:
         "fp16": _numbers(folder, common={**CPU, "fp16": True, "fp16_init_scale": 2.0**20}),
         "no trace": _validation_leaves_no_trace(folder),
         "bytes": _bytes_held(folder),
+        "norms": _norms_gathered_in_half(),
         "errors": _errors(folder),
         "unused": _unused(folder),
         "tasks": _tasks(folder),
@@ -424,3 +441,7 @@ def test_building_without_memory_takes_a_rank_its_rows_and_one_parameter(cases):
     whole, one, others = 64 * 2**20, 4 * 2**20, 8 * 2**20
     for case in cases:
         assert case["memory of a build"] < 1 + (one + others) * len(cases) / whole, case["memory of a build"]
+
+
+def test_a_model_with_batch_norms_trains_when_gathered_in_half_precision(cases):
+    assert [found["norms"] for found in cases] == [[torch.float32] * 3] * len(cases)
