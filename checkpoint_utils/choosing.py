@@ -110,7 +110,7 @@ def decide_what_to_load(cfg: Any, known: Mapping[str, str]) -> tuple[Choice, dic
     else:
         facts = next((facts for facts in (last, *others) if facts and facts.path == choice.path), None)
     saved = facts.checkpoint_cfg if facts else {}
-    return choice, {name: saved[name] for name in SAVED_SETTINGS if isinstance(saved.get(name), (bool, str))}
+    return choice, {name: saved[name] for name in SAVED_SETTINGS if isinstance(saved.get(name), (bool, str, int))}
 
 
 def facts_of_wish(choice: Choice) -> FileFacts:

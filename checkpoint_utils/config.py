@@ -11,7 +11,8 @@ from checkpoint_utils.urls import is_url, url_problem
 
 DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 RESET_FLAGS = ("reset_optimizer", "reset_lr_scheduler", "reset_dataloader", "reset_meters")
-SAVED_SETTINGS = (*RESET_FLAGS, "best_checkpoint_metric", "maximize_best_checkpoint_metric")
+KEEP = ("keep_interval_updates", "keep_last_epochs", "keep_best_checkpoints")
+SAVED_SETTINGS = (*RESET_FLAGS, "best_checkpoint_metric", "maximize_best_checkpoint_metric", *KEEP)
 PART_SETTINGS = ("load_include", "load_exclude", "load_rename", "load_shape_mismatch", "load_expected_count")
 
 
@@ -127,7 +128,7 @@ class CheckpointConfig:
         for name in ("save_interval", "save_interval_updates"):
             if getattr(self, name) < 0:
                 found.append(f"checkpoint.{name}={getattr(self, name)}: must be 0 (off) or above")
-        for name in ("keep_interval_updates", "keep_last_epochs", "keep_best_checkpoints", "patience"):
+        for name in (*KEEP, "patience"):
             if getattr(self, name) < -1:
                 found.append(f"checkpoint.{name}={getattr(self, name)}: must be -1 or above")
         if self.read_method not in checkpoint_file.READ_METHODS:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import distributed_utils
 from checkpoint_file import CheckpointDamagedError
 from checkpoint_utils.agreement import on_rank_0
+from checkpoint_utils.best_score import is_score
 from checkpoint_utils.choosing import Choice, asked_for_error, decide_what_to_load, resets_to_apply
-from checkpoint_utils.config import expand, takes_a_part
+from checkpoint_utils.config import KEEP, expand, takes_a_part
 from checkpoint_utils.facts import own_checkpoints
-from checkpoint_utils.retention import put_aside, remove_stale_temporaries
+from checkpoint_utils.retention import prune_checkpoints, put_aside, remove_stale_temporaries
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +126,16 @@ def continue_from(cfg: Any, trainer: Any, choice: Choice, saved: Mapping[str, An
     distributed_utils.agree(error, group)
     num_updates = trainer.get_num_updates()
     on_rank_0(lambda: put_aside(cfg, choice, num_updates), group)
+    if choice.source == "own" and not choice.passed_over and not cfg.no_save:
+        has_score = is_score(extra_state.get("val_loss"))
+        on_rank_0(lambda: prune_as_the_save_would(cfg, choice.path, trainer.run_id, saved, has_score), group)
     return extra_state, epoch_itr
+
+
+def prune_as_the_save_would(cfg: Any, path: str, run_id: str, saved: Mapping[str, Any], has_score: bool) -> None:
+    """Whoever saved `path` may have been killed before it pruned, and a run that has ended saves no more."""
+    if all(saved.get(name) == getattr(cfg, name) for name in KEEP):
+        prune_checkpoints(cfg.save_dir, cfg, run_id, has_score, but=[os.path.basename(path)])
 
 
 def forget_other_metric(cfg: Any, trainer: Any, saved: Mapping[str, Any]) -> None:

@@ -24,6 +24,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
 def agent(folder, *words: str, flags: tuple[str, ...]) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.2", *flags, "-m", "trainer", *COMMAND]
@@ -79,13 +84,17 @@ def test_a_node_that_is_gone_leaves_a_smaller_run_that_goes_on(tmp_path):
         "--rdzv-id",
         "job",
     )
-    flags += ("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "join_timeout=120,last_call_timeout=10")
+    port = free_port()
+    flags += ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "join_timeout=120,last_call_timeout=10")
     words = ("task.moment=forward", "task.count=1", "+task.deed=slow", "optimization.max_update=14")
     words += ("optimization.global_batch_size=4", "distributed_training.heartbeat_timeout=-1")
     stays = agent(tmp_path, *words, flags=flags)
+    deadline = time.monotonic() + faults.within(90)
+    while not is_listening(port):  # the first one has the store of the rendezvous, without which no other goes on
+        assert time.monotonic() < deadline and stays.poll() is None, "it did not begin to listen"
+        time.sleep(0.1)
     goes = agent(tmp_path, *words, flags=flags)
     try:
-        deadline = time.monotonic() + faults.within(90)
         while len(updates(tmp_path)) < 3:
             assert time.monotonic() < deadline and stays.poll() is None, "it did not begin to train"
             time.sleep(0.2)

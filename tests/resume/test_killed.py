@@ -87,8 +87,8 @@ SYSTEM_CALLS = ("pwrite64", "fsync", "rename", "link", "unlink", "mkdir")
 
 
 def strace(run_dir: Path, *options: str) -> subprocess.CompletedProcess:
-    command = ["strace", "-f", "--seccomp-bpf", "-o", os.devnull, *options, *COMMAND, f"run_dir={run_dir}"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = ["strace", "-f", "-o", os.devnull, *options, *COMMAND, f"run_dir={run_dir}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         command, cwd=run_dir.parent, env=env, capture_output=True, text=True, timeout=300, check=False
     )
@@ -108,14 +108,14 @@ def real_run(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEM_CALLS)
 def test_a_real_command_killed_at_a_system_call(tmp_path, real_run, name):  # [P1] [P2]
-    """strace ends the process at the N-th call of one kind on the run's folder; the same command, untraced, ends the run."""
+    """strace ends the process at its N-th call of one kind; the same command, untraced, ends the run."""
     killed = 0
     for when in (1, 2, 3, 5, 8, 13):
         run_dir = tmp_path / str(when) / "run"
         run_dir.parent.mkdir()
-        variants = f"{name},{name}at,{name}at2" if name in ("rename", "link", "unlink", "mkdir") else name
-        options = ("-P", str(run_dir), "-P", str(run_dir / "checkpoints"), "-e", f"trace={variants}")
-        ended = strace(run_dir, *options, "-e", f"inject={variants}:signal=SIGKILL:when={when}")
+        variants = f"?{name},?{name}at,?{name}at2"  # those that this machine has
+        inject = f"inject={variants}:signal=SIGKILL:when={when}"
+        ended = strace(run_dir, "-e", f"trace={variants}", "-e", inject)
         if re.search("invalid|Invalid", ended.stderr):
             pytest.skip(ended.stderr[-300:])
         killed += ended.returncode != 0

@@ -50,14 +50,16 @@ def assert_nothing_is_harmed(run_dir) -> None:
 
 @pytest.fixture(scope="module")
 def through(tmp_path_factory):
-    """The runs that nobody stopped, by the number of ranks."""
+    """The runs that nobody stopped, by the number of ranks and the way of saving."""
     runs = {}
 
-    def get(ranks: int):
-        if ranks not in runs:
-            runs[ranks] = tmp_path_factory.mktemp(f"through_{ranks}")
-            assert session(make_config(runs[ranks]), ranks) == [0] * ranks
-        return runs[ranks]
+    def get(ranks: int, asynchronous: bool = False):
+        key = (ranks, asynchronous)
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp(f"through_{ranks}")
+            cfg = make_config(runs[key], write_checkpoints_asynchronously=asynchronous)
+            assert session(cfg, ranks) == [0] * ranks
+        return runs[key]
 
     return get
 
@@ -203,4 +205,4 @@ def test_any_sequence_of_stops_leaves_no_trace(tmp_path, through, ranks, workers
             status = session(cfg, ranks, signals)
             assert status in ([75] * ranks, [0] * ranks), (signals, status)
         assert session(cfg, ranks) == [0] * ranks
-        assert_same_run(through(ranks), run_dir)
+        assert_same_run(through(ranks, asynchronous), run_dir)
