@@ -229,7 +229,7 @@ def lay_out(tree: Tree, folder: Path) -> None:
 # ---- from strace
 
 
-STRACE = ("strace", "-f", "-y", "-xx", "-s", "100000000", "-e", "trace=" + ",".join((
+STRACE = ("strace", "-f", "-y", "-xx", "-s", "100000000", "--seccomp-bpf", "-e", "trace=" + ",".join((
     "open", "openat", "write", "pwrite64", "lseek", "fsync", "fdatasync", "ftruncate", "truncate", "rename", "renameat",
     "renameat2", "link", "linkat", "symlink", "symlinkat", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir",
 )))  # fmt: skip
