@@ -109,7 +109,8 @@ class Publication:
             self.background.cancel()
         self._open.close()
         if distributed_utils.get_rank(self._group) == 0 and self._temporary:
-            self._remove_temporary()  # where the rename was reached there is none
+            with contextlib.suppress(OSError):  # on a broken disk: the error that led here is the one to tell
+                self._remove_temporary()  # where the rename was reached there is none
 
     def __enter__(self) -> Publication:
         return self
@@ -133,4 +134,5 @@ def link_names(paths: list[str]) -> None:
                 if other == others[-1]:
                     sync_folder(folder)
         finally:
-            unlink(temporary)
+            with contextlib.suppress(OSError):
+                unlink(temporary)

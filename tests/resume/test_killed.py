@@ -110,7 +110,7 @@ def real_run(tmp_path_factory) -> Path:
 def test_a_real_command_killed_at_a_system_call(tmp_path, real_run, name):  # [P1] [P2]
     """strace ends the process at its N-th call of one kind; the same command, untraced, ends the run."""
     killed = 0
-    for when in (1, 2, 3, 5, 8, 13):
+    for when in (1, 3, 8):
         run_dir = tmp_path / str(when) / "run"
         run_dir.parent.mkdir()
         variants = f"?{name},?{name}at,?{name}at2"  # those that this machine has

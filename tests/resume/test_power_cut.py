@@ -22,7 +22,7 @@ from tests.power_cut import STRACE, ReplayedDisk, StraceReader, fingerprint, lay
 from tests.resume.killing import COMMAND, LAYOUTS, Arrangement
 from trainer.logs import _cut_log, read_log
 
-QUICK = [Arrangement("one process"), Arrangement("zero", folder=True)]
+QUICK = [Arrangement("one process")]
 ALL = [
     Arrangement(layout, folder, asynchronous)
     for layout in LAYOUTS
