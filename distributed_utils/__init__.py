@@ -26,7 +26,7 @@ from distributed_utils.failures import (
     peer_failure,
     publish_failure,
 )
-from distributed_utils.gathering import all_gather_list, answer_of_rank_0
+from distributed_utils.gathering import all_gather_list, answer_of_rank_0, first_difference
 from distributed_utils.groups import call_main, gather_ranks, init_process_group
 from distributed_utils.heartbeat import Heartbeat, StalledError
 from distributed_utils.launcher import LaunchFacts, launch_facts, stale_variables
@@ -80,6 +80,7 @@ __all__ = [
     "die_with_parent",
     "exit_status_of",
     "failure_of_launch",
+    "first_difference",
     "gather_ranks",
     "get_global_rank",
     "get_local_world_size",

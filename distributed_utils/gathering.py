@@ -7,7 +7,7 @@ as it takes, whatever the timeout of the group: ranks come to them from work of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -173,3 +173,19 @@ def _all_gather(mine: Tensor, group: Any) -> list[Tensor]:
     gathered = [torch.empty_like(mine) for _ in range(get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     return gathered
+
+
+def first_difference(facts: Callable[[], Mapping[str, Any]], group: Any = None) -> tuple[int, str, Any, Any] | None:
+    """Collective. (rank, key, value of rank 0, value of that rank) of the first fact in which a rank differs from rank 0.
+
+    Args: facts: gives plain values by name, asked only where there is somebody to compare with. None stands for one that
+        a rank does not have.
+    """
+    if get_world_size(group) == 1:
+        return None
+    first, *others = all_gather_list(dict(facts()), group)
+    for rank, other in enumerate(others, 1):
+        for key in dict.fromkeys([*first, *other]):
+            if first.get(key) != other.get(key):
+                return rank, key, first.get(key), other.get(key)
+    return None

@@ -18,27 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 import distributed_utils
+from trainer.config import flat
+from trainer.data import fingerprint_of
 from trainer.errors import ConfigError
-
-
-def first_difference(facts: Mapping[str, Any], group: Any = None) -> tuple[int, str, Any, Any] | None:
-    """Collective. (rank, key, value of rank 0, value of that rank) of the first fact in which a rank differs from rank 0.
-
-    Args: facts: plain values by name. None stands for one that a rank does not have.
-    """
-    if distributed_utils.get_world_size(group) == 1:
-        return None
-    first, *others = distributed_utils.all_gather_list(dict(facts), group)
-    for rank, other in enumerate(others, 1):
-        for key in dict.fromkeys([*first, *other]):
-            if first.get(key) != other.get(key):
-                return rank, key, first.get(key), other.get(key)
-    return None
 
 
 def check_start(cfg: DictConfig, task: type) -> None:
     """Collective. Raises: ConfigError on all ranks where they were started with other settings or other code."""
-    different = first_difference({**_settings(cfg), **_code(task)})
+    different = distributed_utils.first_difference(lambda: {**_settings(cfg), **_code(task)})
     if different is not None:
         rank, key, here, there = different
         raise ConfigError(
@@ -49,8 +36,9 @@ def check_start(cfg: DictConfig, task: type) -> None:
 
 def check_model(named_tensors: Iterable[tuple[str, Tensor]], group: Any = None) -> None:
     """Collective. Raises: ConfigError on all ranks where a parameter or buffer is not the same everywhere."""
-    facts = {name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for name, tensor in named_tensors}
-    different = first_difference(facts, group)
+    different = distributed_utils.first_difference(
+        lambda: {name: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in named_tensors}, group
+    )
     if different is not None:
         rank, name, here, there = different
         raise ConfigError(
@@ -61,12 +49,12 @@ def check_model(named_tensors: Iterable[tuple[str, Tensor]], group: Any = None) 
 
 def check_data(datasets: Mapping[str, Any]) -> None:
     """Collective. Raises: ConfigError on all ranks where a dataset has another length or fingerprint than on rank 0."""
-    facts = {}
-    for split, dataset in datasets.items():
-        facts[f"the number of samples of {split}"] = len(dataset)
-        fingerprint = getattr(dataset, "fingerprint", None)
-        facts[f"the fingerprint of {split}"] = str(fingerprint()) if callable(fingerprint) else ""
-    different = first_difference(facts)
+
+    def facts() -> dict[str, Any]:
+        lengths = {f"the number of samples of {split}": len(dataset) for split, dataset in datasets.items()}
+        return lengths | {f"the fingerprint of {split}": fingerprint_of(d) for split, d in datasets.items()}
+
+    different = distributed_utils.first_difference(facts)
     if different is not None:
         rank, what, here, there = different
         raise ConfigError(f"{what} is {here} on rank 0 and {there} on rank {rank}: all ranks must see the same data")
@@ -74,15 +62,7 @@ def check_data(datasets: Mapping[str, Any]) -> None:
 
 def _settings(cfg: DictConfig) -> dict[str, str]:
     """Each value by its key, interpolations as they were typed: what they mean may be a matter of the host."""
-    return {key: repr(value) for key, value in _flat(OmegaConf.to_container(cfg, resolve=False), "")}
-
-
-def _flat(value: Any, key: str) -> Iterable[tuple[str, Any]]:
-    if not isinstance(value, Mapping) or not value:
-        yield key, value
-        return
-    for name, item in value.items():
-        yield from _flat(item, f"{key}.{name}" if key else str(name))
+    return {key: repr(value) for key, value in flat(OmegaConf.to_container(cfg, resolve=False)).items()}
 
 
 def _code(task: type) -> dict[str, str]:

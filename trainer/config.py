@@ -568,19 +568,20 @@ def _child(parent: Any, key: Any) -> Any:
 
 def config_differences(saved: Mapping, now: Mapping) -> list[tuple[str, Any, Any]]:
     """(key, saved value, value now) for each leaf that differs, in the order of `now`, then what only `saved` has."""
-    before, after = _flat(saved), _flat(now)
+    before, after = flat(saved), flat(now)
     keys = list(after) + [key for key in before if key not in after]
     pairs = [(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys]
     return [(key, old, new) for key, old, new in pairs if old != new or isinstance(old, bool) != isinstance(new, bool)]
 
 
-def _flat(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a config by their keys."""
     if isinstance(tree, DictConfig):
         tree = to_plain(tree)
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            leaves |= _flat(value, f"{prefix}{key}.")
+            leaves |= flat(value, f"{prefix}{key}.")
         else:
             leaves[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
     return leaves

@@ -287,7 +287,7 @@ class EpochBatchIterator:
             "samples_in_epoch": self.samples_in_epoch,
             "unit": self.unit,
             "num_samples": self.num_samples,
-            "fingerprint": _fingerprint_of(self.dataset),
+            "fingerprint": fingerprint_of(self.dataset),
             "batching": asdict(self.batching) if self.unit == "batches" else None,
             "earlier": [
                 {"batching": asdict(old) if old.max_tokens is not None else None, "taken": taken}
@@ -310,7 +310,7 @@ class EpochBatchIterator:
                 raise ConfigError(f"the saved data position has no {key}. To start at epoch 1, add: {_RESET}")
         if state["num_samples"] != self.num_samples:
             raise DataChangedError("its number of samples", state["num_samples"], self.num_samples)
-        saved, now = state.get("fingerprint"), _fingerprint_of(self.dataset)
+        saved, now = state.get("fingerprint"), fingerprint_of(self.dataset)
         if saved is not None and now is not None and saved != now:
             raise DataChangedError("its fingerprint", saved, now)
         self._drop_current()
@@ -567,7 +567,7 @@ def _sizes_of(dataset, num_samples: int) -> np.ndarray:
     return sizes
 
 
-def _fingerprint_of(dataset) -> str | int | None:
+def fingerprint_of(dataset) -> str | int | None:
     value = getattr(dataset, "fingerprint", None)
     value = value() if callable(value) else value
     if value is not None and not isinstance(value, (str, int)):

@@ -14,7 +14,7 @@ from typing import Any, Mapping
 import torch
 from torch import Tensor, nn
 
-from trainer.alike import first_difference
+import distributed_utils
 from trainer.partial_state import WHOLE, Selection
 from trainer.sharding import described, local_of, placement_of
 
@@ -297,7 +297,7 @@ def load_module_extras(module: nn.Module, saved: Mapping[str, Any], materialize:
 
 def check_equal_on_ranks(task_state: Any, group: Any) -> None:
     """Collective. The file holds task state once, so every rank must have the same. Raises: TaskStateError on all."""
-    different = first_difference(_digests(task_state), group)
+    different = distributed_utils.first_difference(lambda: _digests(task_state), group)
     if different is not None:
         rank, key, *_ = different
         raise TaskStateError(

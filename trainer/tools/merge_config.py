@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer import run_folder
 from trainer.compose import compose, parse_flags
-from trainer.config import ABSENT, complete_config, config_differences, to_plain, typed_keys
+from trainer.config import ABSENT, complete_config, config_differences, flat, to_plain, typed_keys
 from trainer.overrides import parse
 from trainer.printed import as_json, table
 
@@ -72,17 +72,6 @@ def typed_text(key: str, texts: dict[str, str]) -> str | None:
     if key in texts:
         return parse(texts[key]).raw if not texts[key].startswith("~") else texts[key]
     return next((text for name, text in texts.items() if key.startswith(name + ".")), None)
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of a config by their keys."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            leaves |= flat(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
 
 
 def shown(value: Any) -> str:
