@@ -17,7 +17,7 @@ SECRET = "a-secret-that-is-nowhere-else"
 
 
 class Server:
-    """`moto_server` on a free port; `client` is boto3's, straight to it."""
+    """`moto_server` on a free port, with an empty BUCKET; `client` is boto3's, straight to it."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -35,6 +35,7 @@ class Server:
             except OSError:
                 assert time.monotonic() < deadline and self._process.poll() is None, "the S3 server does not start"
                 time.sleep(0.1)
+        self.client().create_bucket(Bucket=BUCKET)
 
     @staticmethod
     def environment(port: int) -> dict[str, str]:

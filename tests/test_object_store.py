@@ -1,5 +1,6 @@
 """Checkpoints in a real S3 server, over connections that break."""
 
+import contextlib
 import json
 import os
 import random
@@ -19,10 +20,8 @@ from tests.s3_server import BUCKET, SECRET, Proxy, Server
 
 @pytest.fixture(scope="module")
 def server():
-    server = Server()
-    server.client().create_bucket(Bucket=BUCKET)
-    yield server
-    server.close()
+    with contextlib.closing(Server()) as server:
+        yield server
 
 
 @pytest.fixture

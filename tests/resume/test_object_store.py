@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,17 +18,14 @@ from tests.s3_server import BUCKET, SECRET, Proxy, Server
 
 @pytest.fixture(scope="module")
 def server():
-    server = Server()
-    server.client().create_bucket(Bucket=BUCKET)
-    yield server
-    server.close()
+    with contextlib.closing(Server()) as server:
+        yield server
 
 
 @pytest.fixture
 def proxy(server):
-    proxy = Proxy(server.port)
-    yield proxy
-    proxy.close()
+    with contextlib.closing(Proxy(server.port)) as proxy:
+        yield proxy
 
 
 def make_config(run_dir, save_dir, **checkpoint) -> dict:
